@@ -1,0 +1,342 @@
+"""From source to token streams: the split, the tokenizer, the cache (field reports 17 and 25)."""
+
+import errno
+import importlib
+import json
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from vocabjax.data import tokenizer as tokenizing
+from vocabjax.data.prepare import DataConfig, prepare, split_documents
+from vocabjax.errors import IdError, UserError
+
+# The package gives its function this name too.
+module = importlib.import_module("vocabjax.data.prepare")
+
+DOCUMENTS = [f"Document {i}: the naïve cat № {i * i} sat on the mat — again." for i in range(40)]
+
+
+def write(tmp_path, documents, name="text.jsonl"):
+    lines = [json.dumps({"text": document}) for document in documents]
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.fixture
+def config(tmp_path):
+    write(tmp_path, DOCUMENTS)
+    return DataConfig(
+        source=f"files:{tmp_path}/text.jsonl", vocab_size=300, cache=str(tmp_path / "cache")
+    )
+
+
+def texts_of(stream, tokenizer):
+    """The documents of a stream, by splitting at end-of-text in plain Python."""
+    ids, documents = stream.tokens.tolist(), []
+    assert ids[0] == ids[-1] == stream.end_of_text
+    for i in ids:
+        if i == stream.end_of_text:
+            documents.append([])
+        else:
+            documents[-1].append(i)
+    assert documents.pop() == []
+    return [tokenizer.decode(document, skip_special_tokens=False) for document in documents]
+
+
+def word_tokenizer(count):
+    vocabulary = {"<eot>": 0, **{f"w{i}": i for i in range(1, count)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def test_streams_hold_the_text(config):
+    dataset = prepare(config)
+    train = texts_of(dataset.train, dataset.tokenizer)
+    validation = texts_of(dataset.validation, dataset.tokenizer)
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+    for stream, documents in ((dataset.train, train), (dataset.validation, validation)):
+        assert stream.documents == len(documents)
+        assert stream.bytes == sum(len(document.encode()) for document in documents)
+    assert len(validation) == 4
+    counts = Counter(dataset.train.tokens.tolist())
+    assert dataset.counts_V.dtype == np.int64
+    assert dataset.counts_V.tolist() == [counts[i] for i in range(dataset.size)]
+    assert dataset.size == 300
+
+
+def test_duplicates_never_land_in_both_splits():
+    train, validation = split_documents(DOCUMENTS * 3, 0.3, 0)
+    assert not set(train) & set(validation)
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+
+
+def test_the_split_follows_the_seed():
+    assert split_documents(DOCUMENTS, 0.3, 1) == split_documents(DOCUMENTS, 0.3, 1)
+    assert split_documents(DOCUMENTS, 0.3, 1) != split_documents(DOCUMENTS, 0.3, 2)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_neither_split_is_empty(share):
+    assert all(split_documents(["a", "b"], share, 0))
+
+
+def test_a_lone_document_is_cut_at_a_line():
+    text = "".join(f"line {i}\n" for i in range(100))
+    (train,), (validation,) = split_documents([text], 0.1, 0)
+    assert train + validation == text
+    assert train.endswith("\n")
+    assert 0.08 < len(validation) / len(text) < 0.12
+    with pytest.raises(UserError, match="too short"):
+        split_documents(["x"], 0.1, 0)
+
+
+def test_validation_text_does_not_reach_the_tokenizer(config, tmp_path):
+    first = prepare(config)
+    held_out = texts_of(first.validation, first.tokenizer)
+    secret = "zqxzqxzqx " * 50  # its merges would come first
+    changed = [secret + text if text in held_out else text for text in DOCUMENTS]
+    write(tmp_path, changed)
+    second = prepare(config)
+    assert any(secret in text for text in texts_of(second.validation, second.tokenizer))
+    assert second.tokenizer.to_str() == first.tokenizer.to_str()
+    assert not any("zq" in token for token in second.tokenizer.get_vocab())
+    write(tmp_path, [text if text in held_out else secret + text for text in DOCUMENTS])
+    assert any("zq" in token for token in prepare(config).tokenizer.get_vocab())  # it can be seen
+
+
+def test_subsets_are_whole_nested_documents_with_one_tokenizer(config):
+    whole = prepare(config)
+    everything = texts_of(whole.train, whole.tokenizer)
+    previous = 0
+    for limit in (150, 400):
+        subset = prepare(replace(config, max_train_tokens=limit, max_validation_tokens=100))
+        texts = texts_of(subset.train, subset.tokenizer)
+        assert previous < len(texts) < len(everything)
+        assert texts == everything[: len(texts)]
+        assert len(subset.train.tokens) <= limit
+        assert subset.train.bytes == sum(len(text.encode()) for text in texts)
+        assert len(subset.validation.tokens) <= 100
+        assert subset.tokenizer.to_str() == whole.tokenizer.to_str()
+        previous = len(texts)
+    with pytest.raises(UserError, match="max_train_tokens 5"):
+        prepare(replace(config, max_train_tokens=5))
+
+
+def test_end_of_text_in_the_text_stays_text(config, tmp_path):
+    documents = [*DOCUMENTS, "he wrote <|endoftext|> here", "and <|endoftext|><|endoftext|>"]
+    write(tmp_path, documents)
+    dataset = prepare(config)
+    streams = (dataset.train, dataset.validation)
+    texts = [text for stream in streams for text in texts_of(stream, dataset.tokenizer)]
+    assert sorted(texts) == sorted(documents)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32), (70_000, np.uint32)]
+)
+def test_the_stored_type_holds_the_vocabulary(config, tmp_path, size, dtype):
+    last = f"w{size - 1}"
+    write(tmp_path, [f"w1 {last}", f"{last} w2", f"{last} w65535"])
+    wide = replace(config, end_of_text="<eot>", validation=0.3)
+    dataset = prepare(wide, word_tokenizer(size))
+    assert dataset.size == len(dataset.counts_V) == size
+    for stream in (dataset.train, dataset.validation):
+        assert stream.tokens.dtype == dtype
+        assert size - 1 in stream.tokens.tolist()
+    assert dataset.counts_V[size - 1] == 2
+
+
+def test_a_loaded_tokenizer(config, tmp_path):
+    trained = tokenizing.train_bpe(["some other text"], 280, "<eot>")
+    tokenizing.save(trained, tmp_path / "mine.json")
+    loaded = replace(config, tokenizer=str(tmp_path / "mine.json"), end_of_text="<eot>")
+    dataset = prepare(loaded)
+    assert dataset.tokenizer.get_vocab() == trained.get_vocab()
+    assert prepare(loaded, trained).fingerprint == dataset.fingerprint
+    with pytest.raises(UserError, match="'<eot>'"):
+        prepare(replace(loaded, end_of_text="<|endoftext|>"))
+
+
+def test_end_of_text_that_is_an_ordinary_word_is_refused(config):
+    tokenizer = word_tokenizer(5)
+    write(Path(config.cache).parent, ["w1 w2", "w2 w1", "w2 w3 w1"])
+    with pytest.raises(UserError, match="ordinary text also produces"):
+        prepare(replace(config, end_of_text="w1"), tokenizer)
+
+
+# The cache
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Counts the entries really built."""
+    calls = []
+    real = module._install
+    monkeypatch.setattr(module, "_install", lambda *a: (calls.append(a), real(*a)))
+    return calls
+
+
+def test_the_cache_is_reused_and_follows_the_content(config, tmp_path, builds):
+    first = prepare(config)
+    again = prepare(replace(config, length=7))
+    assert len(builds) == 1
+    assert first.fingerprint == again.fingerprint
+    np.testing.assert_array_equal(first.train.tokens, again.train.tokens)
+    write(tmp_path, DOCUMENTS, "moved.jsonl")
+    moved = prepare(replace(config, source=f"files:{tmp_path}/moved.jsonl"))
+    assert (moved.fingerprint, len(builds)) == (first.fingerprint, 1)
+    write(tmp_path, [*DOCUMENTS[:-1], "edited"])
+    assert prepare(config).fingerprint != first.fingerprint
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"validation": 0.2},
+        {"vocab_size": 299},
+        {"end_of_text": "<eot>"},
+        {"max_train_tokens": 300},
+        {"max_validation_tokens": 100},
+    ],
+)
+def test_every_setting_that_matters_makes_an_entry(config, change):
+    assert prepare(config).fingerprint != prepare(replace(config, **change)).fingerprint
+
+
+def test_moving_a_boundary_between_documents_makes_an_entry(config, tmp_path):
+    write(tmp_path, ["ab", "c", "d"])
+    first = prepare(config)
+    write(tmp_path, ["a", "bc", "d"])
+    assert prepare(config).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncate", "delete"])
+def test_a_damaged_entry_is_rebuilt(config, builds, name, damage):
+    first = prepare(config)
+    expected = first.train.tokens.tolist()
+    file = Path(config.cache) / first.fingerprint / name
+    if damage == "delete":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+    second = prepare(config)
+    assert len(builds) == 2
+    assert second.train.tokens.tolist() == expected
+    assert [path.name for path in Path(config.cache).iterdir()] == [first.fingerprint]
+
+
+def test_a_killed_writer_leaves_no_entry(config, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_count", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config)
+    assert list(Path(config.cache).iterdir()) == []
+    (Path(config.cache) / ".0123.left-by-sigkill").mkdir()
+    assert prepare(config).train.documents == 36
+
+
+def test_writers_at_once_agree(config):
+    with ThreadPoolExecutor(4) as pool:
+        datasets = list(pool.map(lambda _: prepare(config), range(4)))
+    assert len({dataset.train.tokens.tobytes() for dataset in datasets}) == 1
+    assert [path.name for path in Path(config.cache).iterdir()] == [datasets[0].fingerprint]
+
+
+def test_a_cache_that_cannot_be_written_is_named(config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"cannot write the data cache .*file/cache"):
+        prepare(replace(config, cache=str(tmp_path / "file" / "cache")))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.np, "save", full)
+    with pytest.raises(UserError, match=r"data cache .*No space left"):
+        prepare(config)
+    assert list(Path(config.cache).iterdir()) == []
+
+
+def test_the_environment_replaces_the_default_cache(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("VOCABJAX_CACHE", str(tmp_path / "elsewhere"))
+    dataset = prepare(replace(config, cache=DataConfig().cache))
+    assert (tmp_path / "elsewhere" / dataset.fingerprint / "meta.json").exists()
+    prepare(config)
+    assert Path(config.cache).exists()
+
+
+# Tokens made elsewhere
+
+
+def token_file(tmp_path, tokens, **about):
+    np.save(tmp_path / "t.npy", np.asarray(tokens))
+    (tmp_path / "t.npy.json").write_text(json.dumps(about))
+    return DataConfig(source=f"tokens:{tmp_path}/t.npy", cache=str(tmp_path / "cache"))
+
+
+def test_token_file_is_cut_at_an_end_of_text(tmp_path):
+    tokens = [0, 5, 6, 0, 7, 8, 9, 0, 4, 4, 4, 0]
+    config = replace(token_file(tmp_path, tokens, size=12, end_of_text=0), validation=0.25)
+    dataset = prepare(config)
+    assert dataset.train.tokens.tolist() == tokens[:8]
+    assert dataset.validation.tokens.tolist() == tokens[7:]
+    assert (dataset.train.documents, dataset.validation.documents) == (2, 1)
+    assert (dataset.size, dataset.tokenizer, dataset.train.bytes) == (12, None, None)
+    assert dataset.counts_V.tolist() == [3, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0]
+    subset = prepare(replace(config, max_train_tokens=7))
+    assert subset.train.tokens.tolist() == tokens[:4]
+    with pytest.raises(UserError, match="max_validation_tokens 3"):
+        prepare(replace(config, max_validation_tokens=3))
+
+
+def test_token_file_without_end_of_text(tmp_path):
+    tokens = [*range(9), 69_999]
+    dataset = prepare(replace(token_file(tmp_path, tokens, bytes=40), validation=0.3))
+    assert dataset.train.tokens.tolist() == tokens[:7]
+    assert dataset.validation.tokens.tolist() == tokens[7:]
+    assert (dataset.size, dataset.train.end_of_text, dataset.train.documents) == (70_000, None, 1)
+    assert (dataset.train.bytes, dataset.validation.bytes) == (28, 12)
+    assert dataset.train.tokens.dtype == np.uint32
+
+
+def test_documents_and_cuts_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    config = token_file(tmp_path, rng.integers(0, 5, 300), size=5, end_of_text=0)
+    whole = prepare(config)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    pieces = prepare(replace(config, cache=str(tmp_path / "other")))
+    for one, other in ((whole.train, pieces.train), (whole.validation, pieces.validation)):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        text = "".join("x" if token else " " for token in one.tokens)
+        assert one.documents == other.documents == len(text.split())
+    assert whole.counts_V.tolist() == pieces.counts_V.tolist()
+
+
+def test_token_file_errors(tmp_path):
+    config = token_file(tmp_path, [1, 2, 3, 9], size=9)
+    with pytest.raises(IdError, match="token id 9 at position 3"):
+        prepare(config)
+    with pytest.raises(UserError, match="too few to split"):
+        prepare(token_file(tmp_path, [1, 2, 3], size=9))
+    with pytest.raises(UserError, match="tokenized already"):
+        prepare(config, word_tokenizer(3))
+    with pytest.raises(UserError, match="tokens:FILE"):
+        prepare(DataConfig(source="tokens:", cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"validation": 0.0}, {"validation": 1.0}, {"length": 0}, {"seed": -1}, {"end_of_text": ""}],
+)
+def test_settings_are_checked_early(settings):
+    with pytest.raises(UserError, match=next(iter(settings))):
+        DataConfig(**settings)

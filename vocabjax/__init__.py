@@ -1,0 +1,25 @@
+"""vocabjax: every way to read and to predict token ids, sharded over the vocabulary."""
+
+from vocabjax.errors import IdError, UserError
+from vocabjax.mesh import make_mesh
+from vocabjax.vocab.core import Vocab, VocabConfig
+from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
+from vocabjax.vocab.inputs.full import FullTable
+from vocabjax.vocab.interfaces import Loss, Objective, Tokens
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FullTable",
+    "IdError",
+    "Loss",
+    "Objective",
+    "TiedHead",
+    "Tokens",
+    "UntiedHead",
+    "UserError",
+    "Vocab",
+    "VocabConfig",
+    "__version__",
+    "make_mesh",
+]

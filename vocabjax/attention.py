@@ -1,0 +1,116 @@
+"""Causal attention inside documents, heads sharded: each device computes its own query heads.
+
+`jax.nn.dot_product_attention` takes no segment ids, so documents are kept apart by a mask; where the backend has a fused
+kernel that does (splash attention on TPU, cuDNN with a mask on GPU), that is used.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from vocabjax.mesh import Layout
+
+
+def attention(
+    layout: Layout,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    segment_q_BT: jax.Array,
+    segment_kv_BS: jax.Array,
+    start: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention [B, T, N, K]; a query sees keys of its own segment at or before its own index.
+
+    Args:
+      q_BTNK: N query heads, sharded by the rule for `"heads"`.
+      k_BSGK, v_BSGK: G key/value heads, N a multiple of G; replicated when G does not divide over the axis.
+      segment_q_BT, segment_kv_BS: document of each token.
+      start: index of the first query among the keys (decoding with a cache); None: 0, and S = T.
+    """
+    kv_heads = kv_axis(layout, k_BSGK.shape[2])
+    tokens = layout.spec("batch", "seq")
+    group = q_BTNK.shape[2] // k_BSGK.shape[2]
+    seq_axes = layout.axes("seq")
+    platform = layout.mesh.devices.flat[0].platform
+
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_q: jax.Array,
+        segment_kv: jax.Array,
+        start: jax.Array | None,
+    ) -> jax.Array:
+        if kv_heads is None:  # replicated: pick the key head of each of this device's query heads
+            first = lax.axis_index(layout.axes("heads")) * q.shape[2] if layout.axes("heads") else 0
+            picked = (first + jnp.arange(q.shape[2])) // group
+            k, v = jnp.take(k, picked, axis=2), jnp.take(v, picked, axis=2)
+        for axis in reversed(seq_axes):
+            k, v, segment_kv = (
+                lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v, segment_kv)
+            )
+        length = q.shape[1]
+        if start is None and not seq_axes and _splash_fits(platform, q, k):
+            return _splash(q, k, v, segment_q, segment_kv)
+        offset = lax.axis_index(seq_axes) * length if seq_axes else jnp.int32(0)
+        index_q = offset + jnp.arange(length) + (0 if start is None else start)
+        is_past = jnp.arange(k.shape[1]) <= index_q[:, None]
+        mask = is_past & (segment_q[:, :, None] == segment_kv[:, None, :])
+        is_cudnn = platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask[:, None], implementation="cudnn" if is_cudnn else "xla"
+        )
+
+    heads = PartitionSpec(*tokens, *layout.spec("heads"), None)
+    keys = PartitionSpec(*tokens, *layout.spec(kv_heads), None)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(heads, keys, keys, tokens, tokens, PartitionSpec()),
+        out_specs=heads,
+        check_vma=platform != "tpu",  # a Pallas call states no varying axes
+    )(q_BTNK, k_BSGK, v_BSGK, segment_q_BT, segment_kv_BS, start)
+
+
+def kv_axis(layout: Layout, kv_heads: int) -> str | None:
+    """The logical axis of key/value heads: None (replicated) when they do not divide over the mesh."""
+    return "kv_heads" if kv_heads % layout.shards("kv_heads") == 0 else None
+
+
+def rope(x_BTNK: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired; angles in float32."""
+    half = x_BTNK.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = position_BT[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    left, right = jnp.split(x_BTNK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(
+        x_BTNK.dtype
+    )
+
+
+def _splash_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:
+    return platform == "tpu" and q.shape[-1] % 128 == 0 and q.shape[1] % 128 == 0
+
+
+def _splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_q: jax.Array, segment_kv: jax.Array
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only
+        splash_attention_kernel as kernel,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads = q.shape[1], q.shape[2]
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    attend = kernel.make_splash_mha_single_device(mask=mask)
+    scale = q.shape[-1] ** -0.5
+
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, s_q: jax.Array, s_kv: jax.Array) -> jax.Array:
+        by_head = [jnp.swapaxes(x, 0, 1) for x in (q * scale, k, v)]
+        out: jax.Array = attend(*by_head, segment_ids=kernel.SegmentIds(s_q, s_kv))
+        return jnp.swapaxes(out, 0, 1).astype(q.dtype)
+
+    return jax.vmap(one)(q, k, v, segment_q, segment_kv)

@@ -1,0 +1,376 @@
+"""Checkpoints of a run: saved asynchronously and atomically, restored exactly on any mesh.
+
+One step is one Orbax checkpoint: the arrays of the state by path, and a small JSON record with the
+logical sizes, the metrics and the state of the data iterator. The record is written once, not once
+per process, so a run can resume with another number of processes. Paths alone identify arrays: the
+containers (dict, tuple, dataclass, an optimiser's empty states) come from the state asked for.
+
+Padding. An array with the logical axis "vocab" is stored as it lies on the saving mesh: the logical
+rows first, then the rows that pad it to a multiple of the shards. Another mesh pads to another
+size. So a dimension may differ between checkpoint and model if, and only if, `axes` names there an
+axis that `logical` sizes: the logical rows are restored exactly and the padding is zero again. A
+leaf has the axes of the parameter whose path is the longest suffix of its own path, if their ranks
+agree: `opt/0/mu/vocab/head/table` has those of `vocab/head/table`. All else must be equal.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from vocabjax.errors import UserError
+
+PyTree = Any
+Axes = Mapping[str, Sequence[str | None]]
+
+BEST_METRIC = "validation_loss"
+
+
+class DataIterator(Protocol):
+    """What is needed of a data iterator; every `grain.DatasetIterator` has it."""
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint holds, known without reading an array. Shapes are the padded ones."""
+
+    step: int
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    logical: dict[str, int]
+    metrics: dict[str, float]
+    iterator: dict[str, Any] | None
+
+
+class Checkpoints:
+    """The checkpoints in one directory: the last ones and those of lowest validation loss.
+
+    Reading changes nothing on disk and works on any device count, also while the run is training.
+    The first save removes what a killed save left behind, so only one run may save here. With
+    several processes, every process makes the same calls.
+    """
+
+    def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise UserError(
+                f"keep_last={keep_last}, keep_best={keep_best}: "
+                "keep_last must be at least 1 and keep_best at least 0"
+            )
+        self._directory = Path(directory).absolute()
+        self._rotation = _Rotation(keep_last, keep_best)
+        self._writer: ocp.training.Checkpointer | None = None
+        self._saving_step = -1
+        for logger in ("absl", "asyncio"):
+            logging.getLogger(logger).addFilter(_not_from_orbax)
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        iterator: DataIterator | None,
+        *,
+        logical: Mapping[str, int],
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save `state`, a pytree of jax.Arrays; return once they may be donated or overwritten.
+
+        `logical` sizes the padded logical axes, such as {"vocab": 17}. Without a finite
+        `metrics["validation_loss"]` the checkpoint is never the best. Raises UserError if this
+        save, or the one before it, failed (disk full, no permission, step saved already): earlier
+        checkpoints are then intact. With `wait`, every failure of this save is raised here.
+        """
+        record = {
+            "logical": dict(logical),
+            "metrics": dict(metrics or {}),
+            "iterator": None if iterator is None else iterator.get_state(),
+        }
+        record = json.loads(json.dumps(record))  # a snapshot: the iterator moves on meanwhile
+        committed = self.steps()
+        if step in committed:
+            raise UserError(f"{self._directory / str(step)}: step {step} is already saved")
+        self._saving_step = step
+        with self._failures():
+            if self._writer is None:
+                self._rotation.losses = self._losses(committed)
+                self._writer = ocp.training.Checkpointer(
+                    self._directory,
+                    preservation_policy=self._rotation,
+                    cleanup_tmp_directories=True,
+                )
+            self._rotation.losses[step] = _loss(record["metrics"])
+            self._writer.save_checkpointables_async(
+                step, {"state": _leaves(state)}, force=True, custom_metadata={"vocabjax": record}
+            )
+        if wait:
+            self.wait()
+
+    def steps(self) -> list[int]:
+        """The saved steps, ascending, after waiting for a save in progress."""
+        self.wait()
+        if not self._directory.is_dir():
+            return []
+        paths = (path for path in self._directory.iterdir() if path.is_dir())
+        return sorted(int(path.name) for path in paths if path.name.isdecimal())
+
+    def latest(self) -> int | None:
+        """The last saved step, or None."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step of lowest validation loss (the earliest of equals), or None."""
+        return next(iter(_ranked(self._losses(self.steps()))), None)
+
+    def describe(self, step: int | None = None) -> Description:
+        """What the checkpoint of `step` (default: the latest) holds, without reading its arrays.
+
+        Raises UserError if there is none or it cannot be read.
+        """
+        path = self._path(step)
+        with _reading(path):
+            metadata = ocp.checkpointables_metadata(path)
+            record = (metadata.custom_metadata or {}).get("vocabjax")
+            arrays = metadata.metadata.get("state")
+            if record is None or arrays is None:
+                raise ValueError("its metadata are missing or unreadable")
+            leaves = {
+                name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+                for name, array in arrays.items()
+            }
+            return Description(int(path.name), leaves, **record)
+
+    def restore(
+        self,
+        abstract_state: PyTree,
+        iterator: DataIterator | None,
+        *,
+        axes: Axes,
+        logical: Mapping[str, int],
+        step: int | None = None,
+    ) -> PyTree:
+        """The state of `step` (default: the latest), with the structure and shardings asked for.
+
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, `axes` maps parameter
+        paths to logical axis names, `logical` sizes the padded ones. Each device reads its own
+        shard only. The iterator, if given, is set to where it was. Raises UserError if a shape, a
+        dtype, the structure or a logical size differs (it names the array and both values), or if
+        the checkpoint is missing or damaged.
+        """
+        path = self._path(step)
+        saved = self.describe(int(path.name))
+        wanted = _leaves(abstract_state)
+        padded = {name: _padded_dims(name, leaf, axes, logical) for name, leaf in wanted.items()}
+        _require_match(path, saved, wanted, padded, logical)
+        if iterator is not None and saved.iterator is None:
+            raise UserError(f"{path}: holds no data position; it cannot resume training")
+
+        context = ocp.Context()
+        # Only the sizes that differ by padding get here: _require_match has refused all others.
+        context.array.loading.enable_padding_and_truncation = True
+        with _reading(path), context:
+            arrays = ocp.load_checkpointables(path, {"state": wanted})["state"]
+        for name, array in arrays.items():
+            if array.shape != saved.leaves[name].shape:
+                sizes = {dim: logical[axis] for dim, axis in padded[name].items()}
+                arrays[name] = _zero_padding(array, sizes)
+        if iterator is not None and saved.iterator is not None:
+            iterator.set_state(saved.iterator)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[n] for n in wanted])
+
+    def wait(self) -> None:
+        """Block until the save in progress is on disk; raise UserError if it failed."""
+        if self._writer is not None:
+            with self._failures():
+                self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for the save in progress and release the writer; raise UserError if it failed."""
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _path(self, step: int | None) -> Path:
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self._directory}: no checkpoint here; check the run's name")
+        if step is not None and step not in steps:
+            saved = ", ".join(map(str, steps))
+            raise UserError(f"{self._directory}: no checkpoint of step {step}; saved: {saved}")
+        return self._directory / str(steps[-1] if step is None else step)
+
+    def _losses(self, steps: Sequence[int]) -> dict[int, float]:
+        """The validation loss of each step that can be read; infinite if it has none."""
+        losses = {}
+        for step in steps:
+            with suppress(UserError):
+                losses[step] = _loss(self.describe(step).metrics)
+        return losses
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Report a failed save as a UserError, and start the next one afresh."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            # Orbax forgets the steps it was about to delete, and leaves the unfinished directory.
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                with suppress(Exception):  # the first error is the one to report
+                    writer.close()
+            raise UserError(
+                f"{self._directory}: step {self._saving_step} was not saved ({_reason(error)}); "
+                "earlier checkpoints are intact: make room or mend the cause, then resume"
+            ) from error
+
+
+@dataclass
+class _Rotation:
+    """Orbax preservation policy: the last and the best; never deletes what could not be read."""
+
+    keep_last: int
+    keep_best: int
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        ours = {step: self.losses[step] for step in steps if step in self.losses}
+        kept = {*sorted(ours)[-self.keep_last :], *_ranked(ours)[: self.keep_best]}
+        return [step in kept or step not in ours for step in steps]
+
+
+def _loss(metrics: Mapping[str, float]) -> float:
+    loss = metrics.get(BEST_METRIC, math.inf)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _ranked(losses: Mapping[int, float]) -> list[int]:
+    """The steps that have a loss, best first."""
+    return sorted((s for s in losses if math.isfinite(losses[s])), key=lambda s: (losses[s], s))
+
+
+def _leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves by path, such as `params/vocab/input/table`, in the order of the tree."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _padded_dims(
+    name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, logical: Mapping[str, int]
+) -> dict[int, str]:
+    """The dimensions of this leaf that are padded, each with its logical axis."""
+    parts = name.split("/")
+    suffixes = ("/".join(parts[start:]) for start in range(len(parts)))
+    leaf_axes = next((axes[suffix] for suffix in suffixes if suffix in axes), ())
+    if len(leaf_axes) != len(leaf.shape):  # such as the factored moments of a table
+        return {}
+    return {dim: axis for dim, axis in enumerate(leaf_axes) if axis is not None and axis in logical}
+
+
+def _require_match(
+    path: Path,
+    saved: Description,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    padded: Mapping[str, Mapping[int, str]],
+    logical: Mapping[str, int],
+) -> None:
+    problems = []
+    for name, leaf in wanted.items():
+        if name not in saved.leaves:
+            problems.append(f"{name} {_spell(leaf)} is not in the checkpoint")
+            continue
+        other = saved.leaves[name]
+        for axis in padded[name].values():
+            if saved.logical.get(axis) != logical[axis]:
+                problems.append(
+                    f"{name} has {saved.logical.get(axis)} {axis} rows in the checkpoint, "
+                    f"{logical[axis]} in the model"
+                )
+        same_shape = len(other.shape) == len(leaf.shape) and all(
+            size == other_size
+            or (dim in padded[name] and min(size, other_size) >= logical[padded[name][dim]])
+            for dim, (size, other_size) in enumerate(zip(leaf.shape, other.shape, strict=True))
+        )
+        if leaf.dtype != other.dtype or not same_shape:
+            problems.append(
+                f"{name} is {_spell(other)} in the checkpoint, {_spell(leaf)} in the model"
+            )
+    for name, other in saved.leaves.items():
+        if name not in wanted:
+            problems.append(f"{name} {_spell(other)} is not in the model")
+    if problems:
+        more = f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else ""
+        raise UserError(f"{path}: {problems[0]}{more}; restore it with the config that saved it")
+
+
+def _spell(leaf: jax.ShapeDtypeStruct) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _zero_padding(array: jax.Array, sizes: Mapping[int, int]) -> jax.Array:
+    """The array, sharded as it was, with zero from index `sizes[dim]` on in each of these dims."""
+
+    def zero(array: jax.Array) -> jax.Array:
+        for dim, size in sizes.items():
+            column = [-1 if axis == dim else 1 for axis in range(array.ndim)]
+            is_logical = (jnp.arange(array.shape[dim]) < size).reshape(column)
+            array = jnp.where(is_logical, array, jnp.zeros((), array.dtype))
+        return array
+
+    result: jax.Array = jax.jit(zero, out_shardings=array.sharding, donate_argnums=0)(array)
+    return result
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Report what Orbax raises on a damaged or foreign checkpoint as a UserError."""
+    hook = sys.unraisablehook
+
+    def hook_without_pending_reads(unraisable: Any) -> None:
+        ends = ("Event loop is closed", "Encountered error while reading array index")
+        if not str(unraisable.exc_value).startswith(ends):
+            hook(unraisable)
+
+    # After a failed read Orbax closes its event loop under the reads still pending: each prints a
+    # traceback, even after the error has reached us. So the hook stays if a read has failed.
+    sys.unraisablehook = hook_without_pending_reads
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):  # the devices' fault, not the file's
+        raise
+    except Exception as error:  # Orbax raises any type, bare Exception included
+        raise UserError(
+            f"{path}: not a checkpoint of this program, or damaged ({_reason(error)}); "
+            "move it away to use an earlier step"
+        ) from error
+    else:
+        sys.unraisablehook = hook
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause on one line: TensorStore's messages have their point in the middle."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).split(" [tensorstore_spec")[0].split(" [os_error_code")[0].splitlines()
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text if len(text) <= 200 else '…' + text[-200:]}"
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs, with tracebacks, the errors that it also raises."""
+    return "orbax" not in Path(record.pathname).parts and "tensorstore" not in record.getMessage()

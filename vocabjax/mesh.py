@@ -1,0 +1,246 @@
+"""Meshes, the rules that place logical axes on them, and multi-host start.
+
+A parameter or activation names its dimensions logically (`"vocab"`, `"heads"`, `"batch"` …); one rules table maps those
+names to mesh axes. Nothing else in vocabjax names a mesh axis.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from vocabjax.errors import UserError, nearest
+
+# Every logical axis, and what it is sharded over by default. `table_width` is a name of its own and has no rule on
+# purpose: tables are sharded over rows only, so that no rule set can make a step gather a table.
+DEFAULT_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "batch": ("data",),
+        "seq": (),
+        "vocab": ("model",),
+        "heads": ("model",),
+        "kv_heads": ("model",),
+        "ffn": ("model",),
+        "width": (),
+    }
+)
+FSDP_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType({**DEFAULT_RULES, "width": ("data",)})
+RULE_SETS = {"default": DEFAULT_RULES, "fsdp": FSDP_RULES}
+UNSHARDED_AXES = frozenset({"layers", "head_dim", "table_width"})
+
+
+def make_mesh(
+    axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None, explicit: bool = True
+) -> Mesh:
+    """A mesh of named axes, e.g. `make_mesh({"data": 2, "model": 4})`; one size may be −1 (the rest of the devices).
+
+    `explicit` axes carry shardings in types (what vocabjax's own trunk uses); `explicit=False` gives automatic ones.
+
+    Raises:
+      UserError: sizes that do not multiply to the number of devices.
+    """
+    pool = list(jax.devices() if devices is None else devices)
+    sizes = dict(axes)
+    free = [name for name, size in sizes.items() if size == -1]
+    if not sizes or len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise UserError(
+            f"mesh {_show(axes)}: every size must be positive, and at most one may be -1"
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free and len(pool) % fixed == 0:
+        sizes[free[0]] = len(pool) // fixed
+    if math.prod(sizes.values()) != len(pool):
+        raise UserError(
+            f"mesh {_show(axes)} needs {fixed}{' times a whole number of' if free else ''} devices, but there are "
+            f"{len(pool)}; change --mesh, or simulate on a CPU with --devices {fixed}"
+        )
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    # Axis types are always stated: `jax.make_mesh` and `Mesh` have opposite defaults.
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=pool
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"data=2,model=4"` → `{"data": 2, "model": 4}`. Raises UserError naming the part that cannot be read."""
+    axes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.removeprefix("-").isdigit() or name in axes:
+            raise UserError(f"--mesh {text!r}: cannot read {part!r}; write e.g. data=2,model=4")
+        axes[name] = int(size)
+    return axes or {"data": -1, "model": 1}
+
+
+def parse_rules(text: str) -> dict[str, tuple[str, ...]]:
+    """A rule set and changes to it: `"fsdp,vocab=model+data,seq=context"` (`name=` alone replicates that axis).
+
+    Raises:
+      UserError: an unknown rule set, or a part that is not `logical=mesh[+mesh]`.
+    """
+    base, *changes = [part.strip() for part in text.split(",")]
+    if "=" in base:
+        base, changes = "default", [base, *changes]
+    if base not in RULE_SETS:
+        raise UserError(f"--rules: unknown rule set {base!r}{nearest(base, RULE_SETS)}")
+    rules = dict(RULE_SETS[base])
+    for change in changes:
+        logical, separator, target = change.partition("=")
+        if not separator or logical not in rules:
+            raise UserError(f"--rules: cannot read {change!r}{nearest(logical, rules)}")
+        rules[logical] = tuple(filter(None, target.split("+")))
+    return rules
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules that place logical axes on it; hashable, so modules may keep it.
+
+    Attributes:
+      mesh: the devices, with named axes.
+      rules: (logical axis, mesh axes) pairs; axes that the mesh lacks are dropped by `Layout.make`.
+    """
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @staticmethod
+    def make(
+        mesh: Mesh | None = None, rules: Mapping[str, Sequence[str]] | None = None
+    ) -> "Layout":
+        """The layout for a mesh (None: the ambient mesh of `jax.set_mesh`, else one device).
+
+        Under default rules, a mesh without a `model` (or `data`) axis replicates what that axis would shard. Rules the
+        caller states must name real axes.
+
+        Raises:
+          UserError: a rule for an unknown logical axis, or for a mesh axis that does not exist.
+        """
+        if mesh is None:
+            mesh = _ambient_mesh()
+        stated = {**DEFAULT_RULES, **{name: tuple(axes) for name, axes in (rules or {}).items()}}
+        for logical, targets in stated.items():
+            if logical not in DEFAULT_RULES:
+                raise UserError(
+                    f"rules: unknown logical axis {logical!r}{nearest(logical, DEFAULT_RULES)}"
+                )
+            is_standard = any(stated[logical] == known.get(logical) for known in RULE_SETS.values())
+            for target in targets:
+                if target not in mesh.axis_names and not is_standard:
+                    raise UserError(
+                        f"rules: {logical!r} is placed on mesh axis {target!r}, which the mesh {_show(mesh.shape)} "
+                        f"does not have{nearest(target, mesh.axis_names)}"
+                    )
+        table = tuple(
+            (logical, tuple(t for t in targets if t in mesh.axis_names))
+            for logical, targets in sorted(stated.items())
+        )
+        return Layout(mesh, table)
+
+    @property
+    def explicit(self) -> bool:
+        """Whether arrays on this mesh carry their sharding in their type."""
+        return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
+
+    def axes(self, logical: str | None) -> tuple[str, ...]:
+        """The mesh axes a logical axis is sharded over."""
+        if logical is None or logical in UNSHARDED_AXES:
+            return ()
+        table = dict(self.rules)
+        if logical not in table:
+            raise UserError(f"unknown logical axis {logical!r}{nearest(logical, table)}")
+        return table[logical]
+
+    def shards(self, logical: str | None) -> int:
+        """Into how many pieces a logical axis is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
+
+    def spec(self, *logical: str | None) -> PartitionSpec:
+        """The partition of an array whose dimensions carry these logical axes.
+
+        Raises:
+          UserError: two dimensions claim one mesh axis.
+        """
+        used: dict[str, str | None] = {}
+        entries: list[str | tuple[str, ...] | None] = []
+        for name in logical:
+            axes = self.axes(name)
+            for axis in axes:
+                if axis in used:
+                    raise UserError(
+                        f"rules: {used[axis]!r} and {name!r} of one array {logical} are both placed on mesh axis "
+                        f"{axis!r}; place one of them elsewhere (--rules {name}=)"
+                    )
+                used[axis] = name
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, *logical: str | None) -> NamedSharding:
+        """`spec` on this mesh."""
+        return NamedSharding(self.mesh, self.spec(*logical))
+
+    def place(self, x: jax.Array, *logical: str | None) -> jax.Array:
+        """Brings an array to the sharding of these logical axes; differentiable. On automatic meshes, a constraint."""
+        sharding = self.sharding(*logical)
+        if self.explicit:
+            return jax.sharding.reshard(x, sharding)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def from_host(self, x: np.ndarray, *logical: str | None) -> jax.Array:
+        """A global array from this process's rows (see `process_share`); the other processes bring theirs."""
+        sharding = self.sharding(*logical)
+        if jax.process_count() == 1:
+            return jax.device_put(x, sharding)
+        rows = logical.index("batch")
+        shape = list(x.shape)
+        shape[rows] *= self.process_share()[1]
+        return jax.make_array_from_process_local_data(sharding, x, tuple(shape))
+
+    def process_share(self) -> tuple[int, int]:
+        """(index, count): this process holds the index-th of count equal parts of a batch.
+
+        Processes whose devices differ only along axes that do not shard the batch hold the same part.
+
+        Raises:
+          UserError: a mesh whose processes hold parts that are not contiguous or not equal.
+        """
+        shards = self.shards("batch")
+        where = self.sharding("batch").addressable_devices_indices_map((shards,))
+        held = sorted({index[0].indices(shards)[0] for index in where.values()})
+        first, size = held[0], len(held)
+        if held != list(range(first, first + size)) or first % size or shards % size:
+            raise UserError(
+                f"mesh {_show(self.mesh.shape)}: this process holds the batch shards {held} of {shards}, which is not "
+                "one contiguous equal part; put the batch axes first in --mesh"
+            )
+        return first // size, shards // size
+
+    def require(self, what: str, logical: str, size: int) -> None:
+        """Raises UserError, with the sizes that would do, unless `size` divides over the logical axis's shards."""
+        shards = self.shards(logical)
+        if size % shards:
+            below, above = size // shards * shards, (size // shards + 1) * shards
+            fit = f"{below} or {above}" if below else f"{above}"
+            raise UserError(
+                f"{what} = {size} does not divide over the {shards} shards of {logical!r} on mesh "
+                f"{_show(self.mesh.shape)}; use {fit}, another --mesh, or replicate it with --rules {logical}="
+            )
+
+
+def _ambient_mesh() -> Mesh:
+    mesh = jax.sharding.get_mesh()
+    return _single_device_mesh() if mesh.empty else mesh
+
+
+@functools.cache
+def _single_device_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Explicit,))
+
+
+def _show(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in axes.items())

@@ -1,0 +1,132 @@
+"""A language model: a vocabulary around a trunk."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vocabjax.mesh import Layout
+from vocabjax.param import ParamInfo, Scope, param_infos
+from vocabjax.trunk import Cache, Trunk, TrunkConfig
+from vocabjax.vocab.core import Vocab, VocabConfig
+from vocabjax.vocab.interfaces import Loss, Rows, Tokens
+
+
+class LanguageModel(nnx.Module):
+    """ids → hidden states → loss or logits."""
+
+    def __init__(self, vocab: VocabConfig, trunk: TrunkConfig, scope: Scope) -> None:
+        """Builds both, born sharded, keyed by path.
+
+        Raises:
+          UserError: shapes or settings that cannot work together or on this mesh.
+        """
+        vocab.check()
+        trunk.check(vocab.width)
+        self.vocab = Vocab(vocab, layers=trunk.layers, scope=scope / "vocab")
+        self.trunk = Trunk(trunk, scope / "trunk", vocab.width, self.vocab.memories)
+
+    def hidden(
+        self, tokens: Tokens, cache: Cache | None = None, rows: dict[str, Rows] | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """h_BTD after the trunk's final norm, and the cache with these tokens in it.
+
+        Args:
+          rows: what `vocab.gather(tokens)` gives, when it was gathered beforehand.
+        """
+        rows = self.vocab.gather(tokens) if rows is None else rows
+        x_BTD = self.vocab.embed(rows, tokens)
+        contexts = self.vocab.contexts(rows, tokens, x_BTD)
+        return self.trunk(x_BTD, tokens, self.vocab.memories, contexts, cache)
+
+    def loss(
+        self,
+        tokens: Tokens,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None = None,
+        *,
+        rows: dict[str, Rows] | None = None,
+        normalizer: jax.Array | None = None,
+    ) -> Loss:
+        """The training loss; ids outside [0, V) are counted in `invalid` with the labels."""
+        h_BTD, _ = self.hidden(tokens, rows=rows)
+        loss = self.vocab.loss(h_BTD, targets_BT, weights_BT, normalizer=normalizer)
+        return loss._replace(invalid=loss.invalid + self.vocab.invalid_ids(tokens))
+
+    def nll(self, tokens: Tokens, targets_BT: jax.Array) -> jax.Array:
+        """float32 [B, T]: −log p(target), 0 where the label is not valid."""
+        return self.vocab.nll(self.hidden(tokens)[0], targets_BT)
+
+    def logits(self, tokens: Tokens, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
+        """float32 [B, T, Vp], and the cache."""
+        h_BTD, cache = self.hidden(tokens, cache)
+        return self.vocab.logits(h_BTD), cache
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty decoding cache for `length` positions."""
+        return self.trunk.init_cache(batch, length, self.vocab.dtype, self.vocab.memories)
+
+
+Params = dict[str, Any]
+
+
+class Blueprint:
+    """A model without values: how to make its parameters, and how to bind them to it.
+
+    Training holds parameters as a nested dict of arrays (`Params`); `bind` puts them back into the module.
+    """
+
+    def __init__(self, vocab: VocabConfig, trunk: TrunkConfig, layout: Layout) -> None:
+        self.layout = layout
+        self._build = lambda key: LanguageModel(vocab, trunk, Scope(key, layout))
+        abstract = jax.eval_shape(self._build, jax.random.key(0))
+        self.infos: dict[str, ParamInfo] = param_infos(abstract)
+        self.sizes = abstract.vocab.sizes
+        self._flops = (abstract.vocab.flops(), abstract.trunk.flops)
+        self.graphdef, _ = nnx.split(abstract)
+        self.has_penalty = jax.eval_shape(lambda model: model.vocab.penalty(), abstract) is not None
+
+    def init(self, seed: int) -> Params:
+        """Fresh parameters, each device drawing its own shards."""
+        params: Params = nnx.to_pure_dict(nnx.state(self._build(jax.random.key(seed))))
+        return params
+
+    def bind(self, params: Params) -> LanguageModel:
+        """The model with these parameters; pure, so it may stand inside jit and grad."""
+        model: LanguageModel = nnx.merge(self.graphdef, params)
+        return model
+
+    def train_flops(self, length: int) -> int:
+        """FLOPs per token of a training step on windows of T = length: three times the forward's.
+
+        Counts the model (matrix products and causal attention), not recomputation, padding, or the masked half of
+        attention scores.
+        """
+        return 3 * (self._flops[0] + self._flops[1](length))
+
+    def count(self, *prefixes: str) -> int:
+        """Parameters whose path starts with one of the prefixes (none: all), padding left out."""
+        total = 0
+        for info in self.infos.values():
+            if not prefixes or info.path.startswith(prefixes):
+                sizes = (
+                    self.sizes.logical if axis == "vocab" else size
+                    for axis, size in zip(info.axes, info.shape, strict=True)
+                )
+                total += math.prod(sizes)
+        return total
+
+    def abstract(self) -> Params:
+        """The parameters' shapes, dtypes and shardings."""
+        tree: Params = {}
+        for info in self.infos.values():
+            *parents, name = [int(p) if p.isdigit() else p for p in info.path.split("/")]
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = jax.ShapeDtypeStruct(
+                info.shape, jnp.dtype(info.dtype), sharding=self.layout.sharding(*info.axes)
+            )
+        return tree

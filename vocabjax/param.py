@@ -1,0 +1,151 @@
+"""A parameter, declared once: shape, logical axes, role, initialiser. It is born sharded, keyed by its path."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vocabjax.errors import UserError
+from vocabjax.mesh import Layout
+
+Role = Literal["embed", "head", "tied", "memory", "matrix", "vector"]
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 array
+Axes = tuple[str | None, ...]
+
+
+class ParamInfo(NamedTuple):
+    """What is known of a parameter without its values."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: Axes
+    role: Role
+
+
+def normal(std: float) -> Initializer:
+    """N(0, std²), float32."""
+    return functools.partial(_normal, std=std)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], *, std: float) -> jax.Array:
+    return std * jax.random.normal(key, shape, jnp.float32)
+
+
+def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.ones(shape, jnp.float32)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
+class Scope(NamedTuple):
+    """Where in the model a module is being built: the root key, the layout, and the path so far.
+
+    Random numbers follow the parameter's path, not the order of construction, so two models that share a path (the same
+    trunk under a tied and an untied vocabulary) start from the same values there.
+    """
+
+    key: jax.Array
+    layout: Layout
+    path: str = ""
+
+    def __truediv__(self, name: str) -> "Scope":
+        return self._replace(path=f"{self.path}/{name}" if self.path else name)
+
+    def param(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: Axes,
+        role: Role,
+        init: Initializer,
+        *,
+        rows: int | None = None,
+    ) -> nnx.Param[jax.Array]:
+        """Declares a float32 parameter; each device draws only its own shard.
+
+        Args:
+          name: the attribute it is stored under; with the scope's path it is the parameter's path.
+          shape, axes: one logical axis per dimension. A leading `"layers"` axis draws each layer from a key of its own,
+            so that a deeper model starts with the layers of a shallower one.
+          role: the optimiser group it belongs to by default.
+          init: float32 values from (key, shape).
+          rows: logical rows of a padded table; rows from here on are zero.
+        """
+        path = (self / name).path
+        seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
+        draw = _draw(init, shape, axes[0] == "layers", rows, self.layout.sharding(*axes))
+        value = draw(jax.random.fold_in(self.key, seed))
+        return nnx.Param(value, axes=axes, role=role, path=path)
+
+
+@functools.lru_cache(maxsize=256)
+def _draw(
+    init: Initializer,
+    shape: tuple[int, ...],
+    per_layer: bool,
+    rows: int | None,
+    sharding: jax.sharding.NamedSharding,
+) -> Callable[[jax.Array], jax.Array]:
+    def draw(key: jax.Array) -> jax.Array:
+        if per_layer:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0]))
+            return jax.vmap(lambda layer_key: init(layer_key, shape[1:]))(keys)
+        value = init(key, shape)
+        if rows is not None and rows < shape[0]:
+            is_row = (jnp.arange(shape[0]) < rows).reshape(-1, *[1] * (len(shape) - 1))
+            value = jnp.where(is_row, value, 0)
+        return value
+
+    return jax.jit(draw, out_shardings=sharding)
+
+
+def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
+    """Every parameter of a module by path, abstract or not.
+
+    Raises:
+      UserError: one Param reachable by two paths. `jax.grad` would silently turn it into two; a tied head receives the
+        table as a call argument instead of storing it.
+    """
+    seen: dict[int, str] = {}
+    infos: dict[str, ParamInfo] = {}
+    leaves = jax.tree_util.tree_flatten_with_path(
+        module, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )[0]
+    for key_path, leaf in leaves:
+        if not isinstance(leaf, nnx.Param):
+            continue
+        path = "/".join(_name(key) for key in key_path)
+        if id(leaf) in seen:
+            raise UserError(
+                f"parameters {seen[id(leaf)]!r} and {path!r} are one Param stored twice: jax.grad would train two. "
+                "Store it once, and pass it to the other user as a call argument (as a tied head does)"
+            )
+        seen[id(leaf)] = path
+        value = leaf.get_value()
+        metadata = leaf.get_metadata()
+        infos[path] = ParamInfo(
+            path, tuple(value.shape), value.dtype, metadata["axes"], metadata["role"]
+        )
+    return infos
+
+
+def _name(key: Any) -> str:
+    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+
+
+def total_size(infos: Iterable[ParamInfo]) -> int:
+    """Number of stored scalars, padding included."""
+    count = 0
+    for info in infos:
+        size = 1
+        for dim in info.shape:
+            size *= dim
+        count += size
+    return count

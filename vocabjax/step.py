@@ -1,0 +1,142 @@
+"""The training step: gather rows once, accumulate over microbatches, clip, update."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from vocabjax.data import Batch
+from vocabjax.mesh import Layout
+from vocabjax.model import Blueprint, Params
+from vocabjax.optim import gradient_norm
+from vocabjax.vocab.interfaces import Loss, Tokens
+
+Arrays = dict[str, jax.Array]  # a batch: ids, targets, segment, position
+
+
+class State(NamedTuple):
+    """All that training changes.
+
+    Attributes:
+      step: int32 scalar, steps done.
+      params: nested dict of float32 arrays.
+      optimizer: the Optax state.
+    """
+
+    step: jax.Array
+    params: Params
+    optimizer: Any
+
+
+class Metrics(NamedTuple):
+    """float32 scalars of one step, over the whole batch.
+
+    Attributes:
+      loss: what was minimised: the objective per unit of weight, plus penalties.
+      nll: mean −log p(target) in nats per unit of weight.
+      lse2: mean squared log-partition (what z-loss weighs).
+      gradient_norm: over all trained leaves, before clipping.
+      tokens: valid labels.
+      invalid: ids outside [0, V) and labels neither predictable nor −100.
+    """
+
+    loss: jax.Array
+    nll: jax.Array
+    lse2: jax.Array
+    gradient_norm: jax.Array
+    tokens: jax.Array
+    invalid: jax.Array
+
+
+def tokens_of(batch: Arrays) -> Tokens:
+    """The tokens of a batch, whatever its leading dimensions."""
+    return Tokens(batch["ids"], batch["segment"], batch["position"])
+
+
+def to_device(layout: Layout, host: Batch, *axes: str | None) -> Arrays:
+    """This process's rows of a batch as global arrays."""
+    return {name: layout.from_host(array, *axes) for name, array in host.items()}
+
+
+def init_state(blueprint: Blueprint, optimizer: optax.GradientTransformation, seed: int) -> State:
+    """Fresh parameters and moments, born sharded."""
+    params = blueprint.init(seed)
+    return State(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+
+
+def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> State:
+    """Shapes, dtypes and shardings of the state, without allocating it."""
+    params = blueprint.abstract()
+    replicated = blueprint.layout.sharding()
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    moments = jax.eval_shape(optimizer.init, params)
+    moments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=jax.NamedSharding(blueprint.layout.mesh, leaf.sharding.spec),
+        ),
+        moments,
+    )
+    return State(step, params, moments)
+
+
+def make_step(
+    blueprint: Blueprint, optimizer: optax.GradientTransformation
+) -> Callable[[State, Arrays], tuple[State, Metrics]]:
+    """The jitted step; it consumes the state it is given.
+
+    Its batch holds int32 arrays [A, B/A, T]: A microbatches. The loss is normalised by the weight of all of them, so A
+    changes nothing but memory.
+    """
+
+    def step(state: State, batch: Arrays) -> tuple[State, Metrics]:
+        def gather(params: Params) -> Any:
+            return jax.vmap(blueprint.bind(params).vocab.gather)(tokens_of(batch))
+
+        # One lookup for all microbatches, and one scatter of its gradient: no collective of a table inside the loop.
+        rows, scatter = jax.vjp(gather, state.params)
+        normalizer = blueprint.bind(state.params).vocab.weight(batch["targets"])
+
+        def loss_fn(params: Params, rows: Any, part: Arrays) -> tuple[jax.Array, Loss]:
+            loss = blueprint.bind(params).loss(
+                tokens_of(part), part["targets"], rows=rows, normalizer=normalizer
+            )
+            return loss.total, loss
+
+        def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
+            gradients, sums = carry
+            batch_part, rows_part = part
+            (_, loss), (more, row_gradients) = jax.value_and_grad(
+                loss_fn, argnums=(0, 1), has_aux=True
+            )(state.params, rows_part, batch_part)
+            return jax.tree.map(jnp.add, (gradients, sums), (more, loss)), row_gradients
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        no_loss = Loss(*[jnp.zeros((), jnp.float32)] * len(Loss._fields))
+        (gradients, loss), row_gradients = lax.scan(accumulate, (zeros, no_loss), (batch, rows))
+        gradients = jax.tree.map(jnp.add, gradients, scatter(row_gradients)[0])
+        total = loss.total
+        if blueprint.has_penalty:
+            penalty, more = jax.value_and_grad(lambda p: blueprint.bind(p).vocab.penalty())(
+                state.params
+            )
+            total, gradients = total + penalty, jax.tree.map(jnp.add, gradients, more)
+
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        weight = jnp.where(loss.weight == 0, 1, loss.weight)
+        metrics = Metrics(
+            total,
+            loss.nll / weight,
+            loss.z / weight,
+            gradient_norm(moments),
+            loss.tokens,
+            loss.invalid,
+        )
+        return State(state.step + 1, params, moments), metrics
+
+    return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,371 @@
+"""The Transformer between the two faces: deliberately plain, and the same under every vocabulary.
+
+Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU. Layers are scanned, so compile time does not grow with
+depth; memories (per-layer token tables) attach at named sites, and layers that differ split the scan into segments.
+
+Letters: B batch, T positions, D width, N query heads, G key/value heads, K head width, F FFN width, L layers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from vocabjax.attention import attention, kv_axis, rope
+from vocabjax.errors import UserError
+from vocabjax.mesh import Layout
+from vocabjax.norms import RMSNorm, rms_norm
+from vocabjax.param import Scope, normal, ones
+from vocabjax.vocab.interfaces import Memory, Site, Tokens, matrix_flops
+
+
+@dataclass(frozen=True)
+class TrunkConfig:
+    """The trunk; its width D is the vocabulary's (`vocab.width`).
+
+    Attributes:
+      layers, heads, kv_heads, ffn: L, N, G, F.
+      head_dim: K; None: D / N.
+      qk_norm: RMSNorm over K on queries and keys.
+      rope_theta: base of the rotary frequencies.
+      remat: what the backward recomputes: "none"; "dots" keeps the matrix products; "full" keeps only each layer's input.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 384
+    head_dim: int | None = None
+    qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    remat: Literal["none", "dots", "full"] = "none"
+
+    def check(self, width: int) -> None:
+        """Raises UserError for shapes that cannot work with trunk width D."""
+        for name in ("layers", "heads", "kv_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise UserError(f"trunk.{name} = {getattr(self, name)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"trunk.heads = {self.heads} must be a multiple of trunk.kv_heads = {self.kv_heads}"
+            )
+        if self.head_dim is None and width % self.heads:
+            raise UserError(
+                f"vocab.width = {width} does not divide over trunk.heads = {self.heads}; set trunk.head_dim, or a "
+                f"width of {width // self.heads * self.heads or self.heads} or {-(-width // self.heads) * self.heads}"
+            )
+        if self.width_of_head(width) % 2:
+            raise UserError(
+                f"the head width {self.width_of_head(width)} must be even for rotary positions"
+            )
+
+    def width_of_head(self, width: int) -> int:
+        """K."""
+        return self.head_dim or width // self.heads
+
+
+class Cache(NamedTuple):
+    """Decoding state of the trunk: keys and values of S positions, and the memories' own caches."""
+
+    k_LBSGK: jax.Array
+    v_LBSGK: jax.Array
+    segment_BS: jax.Array  # −1 where nothing has been written
+    length: jax.Array  # int32 scalar: positions written
+    memories: tuple[Any, ...]
+
+
+class Segment(NamedTuple):
+    """`repeats` scanned blocks of `period` layers, from layer `start`."""
+
+    start: int
+    period: int
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.period * self.repeats
+
+
+class Layers(nnx.Module):
+    """Parameters of all layers, stacked on a leading L axis. Each layer: D·K·(2N + 2G) + 3·D·F + 2D (+ 2K)."""
+
+    def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
+        L, D, F = config.layers, width, config.ffn
+        N, G, K = config.heads, config.kv_heads, config.width_of_head(width)
+        kv = kv_axis(scope.layout, G)
+
+        def matrix(
+            name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int
+        ) -> nnx.Param[jax.Array]:
+            # What is added to the residual stream is scaled down by its 2L contributions (GPT-2).
+            depth = (2 * L) ** -0.5 if name in ("o", "down") else 1.0
+            std = depth * fan_in**-0.5
+            return scope.param(name, (L, *shape), ("layers", *axes), "matrix", normal(std))
+
+        def vector(name: str, size: int) -> nnx.Param[jax.Array]:
+            return scope.param(name, (L, size), ("layers", None), "vector", ones)
+
+        self.q = matrix("q", (D, N, K), ("width", "heads", "head_dim"), D)
+        self.k = matrix("k", (D, G, K), ("width", kv, "head_dim"), D)
+        self.v = matrix("v", (D, G, K), ("width", kv, "head_dim"), D)
+        self.o = matrix("o", (N, K, D), ("heads", "head_dim", "width"), N * K)
+        self.gate = matrix("gate", (D, F), ("width", "ffn"), D)
+        self.up = matrix("up", (D, F), ("width", "ffn"), D)
+        self.down = matrix("down", (F, D), ("ffn", "width"), F)
+        self.attn_norm = vector("attn_norm", D)
+        self.ffn_norm = vector("ffn_norm", D)
+        if config.qk_norm:
+            self.q_norm = vector("q_norm", K)
+            self.k_norm = vector("k_norm", K)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """name → [L, ...]."""
+        return {
+            name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)
+        }
+
+
+class Trunk(nnx.Module):
+    """x_BTD → h_BTD, normed."""
+
+    def __init__(
+        self, config: TrunkConfig, scope: Scope, width: int, memories: Sequence[Memory] = ()
+    ) -> None:
+        layout = scope.layout
+        layout.require("trunk.heads", "heads", config.heads)
+        layout.require("trunk.ffn", "ffn", config.ffn)
+        layout.require("vocab.width", "width", width)
+        self.config, self.layout = config, layout
+        self.layers = Layers(config, scope / "layers", width)
+        self.final_norm = RMSNorm(scope / "final_norm", width)
+        self.segments = plan_segments(config.layers, [memory.layers for memory in memories])
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        tokens: Tokens,
+        memories: Sequence[Memory] = (),
+        contexts: Sequence[Any] = (),
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Runs all layers.
+
+        Args:
+          x_BTD: the encoded tokens; their dtype is the compute dtype.
+          tokens: documents and positions.
+          memories, contexts: the vocabulary's memories and what they prepared, in the same order.
+          cache: with it, the T tokens follow those already in it.
+
+        Returns:
+          (h_BTD after the final norm, the cache with these tokens in it or None).
+        """
+        if cache is None:
+            segment_kv, start = tokens.segment_BT, None
+        else:
+            start = cache.length
+            segment_kv = lax.dynamic_update_slice_in_dim(
+                cache.segment_BS, tokens.segment_BT, start, 1
+            )
+        layer = functools.partial(
+            _layer, self.config, self.layout, tokens, segment_kv, start, memories
+        )
+        if cache is None and self.config.remat != "none":
+            policy = (
+                jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+                if self.config.remat == "dots"
+                else jax.checkpoint_policies.nothing_saveable
+            )
+            layer = jax.checkpoint(layer, policy=policy, static_argnums=(0,))  # type: ignore[assignment]
+
+        arrays = self.layers.arrays()
+        kv = None if cache is None else (cache.k_LBSGK, cache.v_LBSGK)
+        memory_state = tuple(
+            (memory.per_layer(), contexts[i], None if cache is None else cache.memories[i])
+            for i, memory in enumerate(memories)
+        )
+        kv_out, memory_out = [], []
+        for segment in self.segments:
+            x_BTD, kv_segment, caches = _scan_segment(
+                segment, layer, memories, x_BTD, arrays, kv, memory_state
+            )
+            kv_out.append(kv_segment)
+            memory_out.append(caches)
+        h_BTD = self.final_norm(x_BTD)
+        if cache is None:
+            return h_BTD, None
+        k, v = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kv_out)
+        caches = jax.tree.map(lambda *parts: jnp.concatenate(parts), *memory_out)
+        return h_BTD, Cache(k, v, segment_kv, cache.length + tokens.ids_BT.shape[1], caches)
+
+    def flops(self, length: int) -> int:
+        """FLOPs per token of the forward: matrix products, and causal attention over (length + 1) / 2 keys on average."""
+        config = self.config
+        head = self.layers.q.shape[-1]
+        # Scores and weighted values: 2 · 2 · N · K per key.
+        keys = 2 * config.layers * config.heads * head * (length + 1)
+        return matrix_flops(self) + keys
+
+    def init_cache(
+        self, batch: int, length: int, dtype: jnp.dtype, memories: Sequence[Memory] = ()
+    ) -> Cache:
+        """An empty cache for `length` positions."""
+        config = self.config
+        head = self.layers.k.shape[-1]
+        shape = (config.layers, batch, length, config.kv_heads, head)
+        axes = (None, "batch", None, kv_axis(self.layout, config.kv_heads), None)
+        empty = jnp.zeros(shape, dtype, out_sharding=self.layout.sharding(*axes))
+        segment = jnp.full(
+            (batch, length), -1, jnp.int32, out_sharding=self.layout.sharding("batch", None)
+        )
+        caches = tuple(memory.init_cache(batch) for memory in memories)
+        return Cache(empty, empty, segment, jnp.int32(0), caches)
+
+
+def plan_segments(layers: int, attached: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
+    """Cuts the layers into scans of equal blocks.
+
+    Two layers are equal when the same memories attach to them. Where layers alternate (value embeddings), a block is one
+    period of up to 4 layers, so that the number of scans does not grow with depth.
+    """
+    signature = [
+        tuple(i for i, where in enumerate(attached) if layer in where) for layer in range(layers)
+    ]
+    segments: list[Segment] = []
+    start = 0
+    while start < layers:
+        best = Segment(start, 1, 1)
+        for period in range(1, min(4, layers - start) + 1):
+            block = signature[start : start + period]
+            repeats = 1
+            while signature[start + repeats * period : start + (repeats + 1) * period] == block:
+                repeats += 1
+            candidate = Segment(start, period, repeats)
+            # A longer block must repeat to be worth its compile time.
+            if candidate.stop > best.stop and (repeats > 1 or period == 1):
+                best = candidate
+        segments.append(best)
+        start = best.stop
+    return tuple(segments)
+
+
+def _scan_segment(
+    segment: Segment,
+    layer: Callable[..., Any],
+    memories: Sequence[Memory],
+    x_BTD: jax.Array,
+    arrays: dict[str, jax.Array],
+    kv: tuple[jax.Array, jax.Array] | None,
+    memory_state: tuple[Any, ...],
+) -> tuple[jax.Array, Any, tuple[Any, ...]]:
+    """Runs one segment; returns x, its layers' keys and values, and the memories' caches, leading axis its layers."""
+
+    def blocks(tree: Any, start: int, count: int) -> Any:
+        def cut(a: jax.Array) -> jax.Array:
+            piece = a if count == a.shape[0] else lax.slice_in_dim(a, start, start + count)
+            return piece.reshape(segment.repeats, count // segment.repeats, *a.shape[1:])
+
+        return jax.tree.map(cut, tree)
+
+    inside = [
+        [at for at, index in enumerate(memory.layers) if segment.start <= index < segment.stop]
+        for memory in memories
+    ]
+    attached = [i for i, where in enumerate(inside) if where]
+    xs = (
+        blocks(arrays, segment.start, segment.stop - segment.start),
+        blocks(kv, segment.start, segment.stop - segment.start),
+        {i: blocks(memory_state[i], inside[i][0], len(inside[i])) for i in attached},
+    )
+
+    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        params, kv, state = xs
+        kv_out = []
+        caches: dict[int, list[Any]] = {i: [] for i in attached}
+        for j in range(segment.period):
+            here = tuple(i for i in attached if segment.start + j in memories[i].layers)
+            taken = {i: jax.tree.map(lambda a, at=len(caches[i]): a[at], state[i]) for i in here}
+            one = functools.partial(jax.tree.map, lambda a, at=j: a[at])
+            x, kv_j, caches_j = layer(here, x, one(params), one(kv), taken)
+            kv_out.append(kv_j)
+            for i in here:
+                caches[i].append(caches_j[i])
+        stack = functools.partial(jax.tree.map, lambda *parts: jnp.stack(parts))
+        return x, (stack(*kv_out), {i: stack(*caches[i]) for i in attached})
+
+    x_BTD, (kv_out, caches) = lax.scan(body, x_BTD, xs)
+    flat = functools.partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
+    # Memories with no layer here contribute nothing: an empty slice of their own cache.
+    return (
+        x_BTD,
+        flat(kv_out),
+        tuple(
+            flat(caches[i]) if i in caches else jax.tree.map(lambda a: a[:0], memory_state[i][2])
+            for i in range(len(memories))
+        ),
+    )
+
+
+def _layer(
+    config: TrunkConfig,
+    layout: Layout,
+    tokens: Tokens,
+    segment_kv_BS: jax.Array,
+    start: jax.Array | None,
+    memories: Sequence[Memory],
+    active: tuple[int, ...],
+    x_BTD: jax.Array,
+    params: dict[str, jax.Array],
+    kv: tuple[jax.Array, jax.Array] | None,
+    state: dict[int, Any],
+) -> tuple[jax.Array, Any, dict[int, Any]]:
+    """One layer. `active` names the memories attached to it; `state[i]` is (params, context, cache) of memory i."""
+    dtype = x_BTD.dtype
+    kv_name = kv_axis(layout, config.kv_heads)
+    caches: dict[int, Any] = {}
+
+    def at_site(site: Site, h_BTD: jax.Array, y: jax.Array) -> jax.Array:
+        for i in active:
+            if memories[i].site == site:
+                memory_params, context, cache = state[i]
+                y, caches[i] = memories[i].apply(memory_params, context, h_BTD, y, cache)
+        return y
+
+    def weight(name: str, *axes: str | None) -> jax.Array:
+        # Cast, then gathered over the width's axes (fsdp): the collective moves the narrow dtype.
+        return layout.place(params[name].astype(dtype), *axes)
+
+    x_BTD = at_site("pre_attn", x_BTD, x_BTD)
+    h_BTD = rms_norm(x_BTD, params["attn_norm"])
+    q = jnp.einsum("btd,dnk->btnk", h_BTD, weight("q", None, "heads", None))
+    k = jnp.einsum("btd,dgk->btgk", h_BTD, weight("k", None, kv_name, None))
+    v = jnp.einsum("btd,dgk->btgk", h_BTD, weight("v", None, kv_name, None))
+    v = at_site("value", h_BTD, v)
+    if config.qk_norm:
+        q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
+    q = rope(q, tokens.position_BT, config.rope_theta)
+    k = rope(k, tokens.position_BT, config.rope_theta)
+    if kv is not None:
+        k = lax.dynamic_update_slice_in_dim(kv[0], k.astype(kv[0].dtype), start, 1)
+        v = lax.dynamic_update_slice_in_dim(kv[1], v.astype(kv[1].dtype), start, 1)
+    attended = attention(
+        layout, q, k.astype(dtype), v.astype(dtype), tokens.segment_BT, segment_kv_BS, start
+    )
+    residual = layout.sharding("batch", "seq", None)
+    x_BTD = x_BTD + jnp.einsum(
+        "btnk,nkd->btd", attended, weight("o", "heads", None, None), out_sharding=residual
+    )
+
+    h_BTD = rms_norm(x_BTD, params["ffn_norm"])
+    gate = jnp.einsum("btd,df->btf", h_BTD, weight("gate", None, "ffn"))
+    up = jnp.einsum("btd,df->btf", h_BTD, weight("up", None, "ffn"))
+    out = jnp.einsum(
+        "btf,fd->btd", jax.nn.silu(gate) * up, weight("down", "ffn", None), out_sharding=residual
+    )
+    x_BTD = x_BTD + at_site("ffn_out", h_BTD, out)
+    x_BTD = at_site("post_ffn", x_BTD, x_BTD)
+    return x_BTD, (None if kv is None else (k, v)), caches

@@ -1,0 +1,1 @@
+"""The two faces of a Transformer: reading token ids and predicting them."""

@@ -1,0 +1,268 @@
+"""`Vocab`: the two faces of a Transformer in one object, on anybody's trunk.
+
+x_BTD = vocab.encode(ids_BT)                  read
+loss  = vocab.loss(h_BTD, targets_BT)         predict, without [B, T, V]
+z_BTV = vocab.logits(h_BTD)                   predict, for evaluation and sampling
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from vocabjax.errors import UserError
+from vocabjax.mesh import Layout
+from vocabjax.param import Scope, param_infos
+from vocabjax.vocab.heads.linear import TiedHead
+from vocabjax.vocab.inputs.full import FullTable
+from vocabjax.vocab.interfaces import (
+    Context,
+    HeadConfig,
+    InputConfig,
+    Loss,
+    MemoryConfig,
+    Objective,
+    Part,
+    Reader,
+    Rows,
+    Tokens,
+)
+from vocabjax.vocab.loss import label_weights
+from vocabjax.vocab.sizes import Sizes
+from vocabjax.vocab.table import lookup
+
+
+@dataclass(frozen=True)
+class VocabConfig:
+    """Input × head × memories × objective.
+
+    Attributes:
+      size: V, the number of ids; None: what the tokenizer really has.
+      width: D, the width of the trunk.
+      multiple: stored rows are a multiple of this times the shards of the vocabulary axis.
+      banned: ids that may be read but never predicted.
+      dtype: compute dtype; parameters, scores and sums are float32.
+      input, head, memories, objective: the parts.
+    """
+
+    size: int | None = None
+    width: int = 128
+    multiple: int = 128
+    banned: tuple[int, ...] = ()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    input: InputConfig = field(default_factory=FullTable)
+    head: HeadConfig = field(default_factory=TiedHead)
+    memories: tuple[MemoryConfig, ...] = ()
+    objective: Objective = field(default_factory=Objective)
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work, before anything is built."""
+        if self.width < 1:
+            raise UserError(f"vocab.width = {self.width} must be at least 1")
+        objective = self.objective
+        if not 0 <= objective.label_smoothing < 1:
+            raise UserError(
+                f"vocab.objective.label_smoothing = {objective.label_smoothing} must be in [0, 1)"
+            )
+        if objective.z_loss < 0 or objective.chunk < 1:
+            raise UserError(
+                f"vocab.objective: z_loss = {objective.z_loss} must not be negative, and chunk = {objective.chunk} "
+                "must be at least 1"
+            )
+
+
+class Vocab(nnx.Module):
+    """Reads ids and predicts ids.
+
+    Attributes:
+      sizes: logical and padded sizes, and which ids may be predicted.
+      input, head, memories: the parts that the config names.
+    """
+
+    def __init__(
+        self,
+        config: VocabConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        mesh: Mesh | None = None,
+        rules: Mapping[str, Sequence[str]] | None = None,
+        layers: int = 0,
+        scope: Scope | None = None,
+    ) -> None:
+        """Builds the parts; every parameter is born sharded.
+
+        Args:
+          config: its `size` must be set.
+          rngs: one key is drawn; initial values follow each parameter's path.
+          mesh: None: the ambient mesh of `jax.set_mesh`, else one device. Explicit and automatic axes both work.
+          rules: logical axis → mesh axes; see `vocabjax.mesh.DEFAULT_RULES`.
+          layers: the trunk's depth, needed by per-layer memories.
+          scope: instead of `rngs`, `mesh` and `rules`, when building inside a larger model.
+
+        Raises:
+          UserError: settings that cannot work.
+        """
+        config.check()
+        if config.size is None:
+            raise UserError(
+                "vocab.size is not set: give the number of ids (the tokenizer's real size)"
+            )
+        owner = scope is None
+        if scope is None:
+            if rngs is None:
+                raise UserError("Vocab needs rngs, e.g. Vocab(config, rngs=nnx.Rngs(0))")
+            scope = Scope(rngs.params(), Layout.make(mesh, rules))
+        self.layout = scope.layout
+        self.sizes = Sizes.make(config.size, config.multiple, config.banned, scope.layout)
+        self.dtype = jnp.dtype(config.dtype)
+
+        def context(*names: str) -> Context:
+            inner = scope
+            for name in names:
+                inner = inner / name
+            return Context(inner, self.sizes, config.width, self.dtype)
+
+        self.tied = config.head.tied
+        self.width = config.width
+        self.input = config.input.build(context("input"), tied=self.tied)
+        self.head = config.head.build(context("head"), config.objective)
+        self.memories = nnx.List(
+            [
+                memory.build(context("memories", str(index)), layers)
+                for index, memory in enumerate(config.memories)
+            ]
+        )
+        if owner:
+            param_infos(self)  # refuses a Param stored twice
+
+    def encode(self, ids_BT: Any) -> jax.Array:
+        """x_BTD in the compute dtype. An id outside [0, V) gives a zero row on device.
+
+        Args:
+          ids_BT: integers [B, T], or `Tokens`. Host arrays (NumPy, lists) are checked first.
+
+        Raises:
+          IdError: a host array holds an id outside [0, V); names position and value.
+        """
+        tokens = self.tokens(ids_BT)
+        return self.embed(self.gather(tokens), tokens)
+
+    def tokens(self, ids_BT: Any) -> Tokens:
+        """`Tokens` of ids: one document per row unless they are `Tokens` already. Host arrays are checked."""
+        if isinstance(ids_BT, Tokens):
+            return ids_BT
+        if not isinstance(ids_BT, jax.Array):
+            ids_BT = np.asarray(ids_BT)
+            self.sizes.check_ids(ids_BT)
+        chex.assert_rank(ids_BT, 2)
+        chex.assert_type(ids_BT, int)
+        return Tokens.of(ids_BT)
+
+    def gather(self, tokens: Tokens) -> dict[str, Rows]:
+        """Every row that the input and the memories read, by part: all table reads of a step, before any loop."""
+        return {
+            name: {
+                table: lookup(
+                    self.layout,
+                    part.tables()[table][...],
+                    ids,
+                    logical=self.sizes.logical,
+                    dtype=self.dtype,
+                )
+                for table, ids in part.reads(tokens).items()
+            }
+            for name, part in self._readers()
+        }
+
+    def embed(self, rows: Mapping[str, Rows], tokens: Tokens) -> jax.Array:
+        """x_BTD from gathered rows."""
+        return self.input(rows["input"], tokens)
+
+    def contexts(
+        self, rows: Mapping[str, Rows], tokens: Tokens, x_BTD: jax.Array
+    ) -> tuple[Any, ...]:
+        """Per memory, what its layers need of its rows; leading axis: its layers."""
+        return tuple(
+            memory.prepare(rows[f"memories/{index}"], tokens, x_BTD)
+            for index, memory in enumerate(self.memories)
+        )
+
+    def logits(self, h_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T, Vp], sharded over the vocabulary; −inf for padding and for ids that may not be predicted."""
+        self._check_hidden(h_BTD)
+        return self.head.logits(self._shared_table(), h_BTD)
+
+    def loss(
+        self,
+        h_BTD: jax.Array,
+        targets_BT: Any,
+        weights_BT: jax.Array | None = None,
+        *,
+        normalizer: jax.Array | None = None,
+    ) -> Loss:
+        """The training loss; only `.total` is differentiable, in h and the parameters.
+
+        Args:
+          h_BTD: hidden states.
+          targets_BT: labels, already shifted (position t holds the token that follows t); −100 is ignored.
+          weights_BT: per token; not differentiable.
+          normalizer: what the total is divided by; None: the sum of the weights of this call.
+
+        Raises:
+          IdError: a host array of labels holds one that is neither predictable nor −100.
+        """
+        self._check_hidden(h_BTD)
+        return self.head.loss(
+            self._shared_table(), h_BTD, self._labels(targets_BT), weights_BT, normalizer
+        )
+
+    def nll(self, h_BTD: jax.Array, targets_BT: Any) -> jax.Array:
+        """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid."""
+        self._check_hidden(h_BTD)
+        return self.head.nll(self._shared_table(), h_BTD, self._labels(targets_BT))
+
+    def weight(self, targets_BT: jax.Array, weights_BT: jax.Array | None = None) -> jax.Array:
+        """Σ weight over valid labels: the normaliser of a batch that is cut into microbatches."""
+        return label_weights(self.sizes, targets_BT, weights_BT).sum()
+
+    def invalid_ids(self, tokens: Tokens) -> jax.Array:
+        """float32 scalar: how many ids lie outside [0, V)."""
+        ids_BT = tokens.ids_BT
+        return ((ids_BT < 0) | (ids_BT >= self.sizes.logical)).sum().astype(jnp.float32)
+
+    def penalty(self) -> jax.Array | None:
+        """The parts' penalties on parameters, added once per step; None when there are none."""
+        penalties = [p for p in (part.penalty() for part in self._parts()) if p is not None]
+        return sum(penalties[1:], penalties[0]) if penalties else None
+
+    def flops(self) -> int:
+        """Matrix-product FLOPs per token of the forward, over the logical vocabulary."""
+        return sum(part.flops() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        return [self.input, self.head, *self.memories]
+
+    def _readers(self) -> Iterator[tuple[str, Reader]]:
+        yield "input", self.input
+        for index, memory in enumerate(self.memories):
+            yield f"memories/{index}", memory
+
+    def _shared_table(self) -> jax.Array | None:
+        return self.input.shared_table()[...] if self.tied else None
+
+    def _labels(self, targets_BT: Any) -> jax.Array:
+        if not isinstance(targets_BT, jax.Array):
+            targets_BT = np.asarray(targets_BT)
+            self.sizes.check_labels(targets_BT)
+        chex.assert_rank(targets_BT, 2)
+        return jnp.asarray(targets_BT, jnp.int32)
+
+    def _check_hidden(self, h_BTD: jax.Array) -> None:
+        chex.assert_rank(h_BTD, 3)
+        chex.assert_axis_dimension(h_BTD, -1, self.width)

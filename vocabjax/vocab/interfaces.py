@@ -1,0 +1,222 @@
+"""What the parts of a vocabulary promise each other and the trunk: input × head × memory × objective.
+
+Letters: B batch, T positions, D model width, V vocabulary (padded where it is a stored dimension), L layers.
+
+Every table read depends on token identity alone (`reads`): rows are gathered once, before the layer scan and before the
+microbatch scan, so that a gradient of a table is a gradient of the rows that were touched, and no collective of a table
+runs inside a loop.
+"""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vocabjax.param import Scope, param_infos, total_size
+from vocabjax.vocab.sizes import Sizes
+
+Reads = dict[str, jax.Array]  # table name → int32 ids of any shape
+Rows = Mapping[str, jax.Array]  # table name → those rows, [..., width]
+Site = Literal["pre_attn", "value", "ffn_out", "post_ffn"]
+SITES: tuple[Site, ...] = ("pre_attn", "value", "ffn_out", "post_ffn")
+
+
+class Tokens(NamedTuple):
+    """What the vocabulary reads: int32 ids, and where documents begin.
+
+    Attributes:
+      ids_BT: token ids.
+      segment_BT: which document of its row a token belongs to; tokens of different segments never see each other.
+      position_BT: position within the document.
+      past_BH: ids just before ids_BT[:, 0] in decoding (−1: none), for parts that read n-grams. None: no past.
+    """
+
+    ids_BT: jax.Array
+    segment_BT: jax.Array
+    position_BT: jax.Array
+    past_BH: jax.Array | None = None
+
+    @staticmethod
+    def of(ids_BT: Any) -> "Tokens":
+        """One document per row."""
+        ids_BT = jnp.asarray(ids_BT, jnp.int32)
+        # Derived from the ids, so that on explicit meshes all three are sharded alike.
+        zeros_BT = jnp.zeros_like(ids_BT)
+        return Tokens(ids_BT, zeros_BT, zeros_BT + jnp.arange(ids_BT.shape[1], dtype=jnp.int32))
+
+
+class Loss(NamedTuple):
+    """float32 scalars. Only `total` is differentiable; the sums are over all tokens of all shards.
+
+    Attributes:
+      total: (Σ weight · objective) / normaliser; the objective is the cross-entropy with smoothing and z-loss.
+      nll: Σ weight · (−log p(target)), in nats, without smoothing and z-loss.
+      z: Σ weight · lse², without its coefficient.
+      weight: Σ weight over valid labels.
+      tokens: number of valid labels.
+      invalid: number of labels that are neither predictable nor −100; they are left out of everything else.
+    """
+
+    total: jax.Array
+    nll: jax.Array
+    z: jax.Array
+    weight: jax.Array
+    tokens: jax.Array
+    invalid: jax.Array
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, beside the likelihood.
+
+    Attributes:
+      z_loss: weight of lse² per token (0: exactly the cross-entropy).
+      label_smoothing: ε; the target distribution is (1−ε) one-hot + ε uniform over the predictable ids.
+      chunk: tokens per device whose logits exist at one time.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    chunk: int = 1024
+
+
+class Context(NamedTuple):
+    """What a part is built from: the sizes, the width D, the compute dtype, and its place in the model."""
+
+    scope: Scope
+    sizes: Sizes
+    width: int
+    dtype: jnp.dtype
+
+
+def matrix_flops(module: nnx.Module) -> int:
+    """2 · the scalars in a module's matrices: what a token costs where each is used once."""
+    matrices = (info for info in param_infos(module).values() if info.role == "matrix")
+    return 2 * total_size(matrices)
+
+
+class Part(nnx.Module):
+    """A piece of a vocabulary."""
+
+    def flops(self) -> int:
+        """Matrix-product FLOPs per token of the forward; a lookup costs none."""
+        return matrix_flops(self)
+
+    def penalty(self) -> jax.Array | None:
+        """A penalty on parameters alone, added to the loss once per step (not once per microbatch)."""
+        return None
+
+
+class Reader(Part):
+    """A part that looks rows up by token identity."""
+
+    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
+        """The tables it reads, by name: [Vp or its own rows, width]."""
+        raise NotImplementedError
+
+    def reads(self, tokens: Tokens) -> Reads:
+        """Which rows of which table: integers only, a function of the tokens alone."""
+        raise NotImplementedError
+
+
+class Input(Reader):
+    """ids → x_BTD."""
+
+    def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
+        """x_BTD in the compute dtype, from the rows that `reads` asked for."""
+        raise NotImplementedError
+
+    def shared_table(self) -> nnx.Param[jax.Array]:
+        """The [Vp, D] table that a tied head scores against."""
+        raise NotImplementedError
+
+
+class Head(Part):
+    """h_BTD → scores over the vocabulary. A tied head stores no table: it is handed the input's as `table`."""
+
+    def logits(self, table: jax.Array | None, h_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T, Vp]; −inf wherever an id may not be predicted."""
+        raise NotImplementedError
+
+    def loss(
+        self,
+        table: jax.Array | None,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array | None,
+    ) -> Loss:
+        """The loss without [B, T, V]."""
+        raise NotImplementedError
+
+    def nll(self, table: jax.Array | None, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid; without [B, T, V]."""
+        raise NotImplementedError
+
+
+class Memory(Reader):
+    """Token identity again, inside the trunk: at one site of some layers.
+
+    Attributes:
+      layers: the layers it attaches to, ascending.
+      site: "pre_attn" changes the residual stream before attention; "value" the attention values [B, T, kv heads, head
+        width]; "ffn_out" the FFN's output; "post_ffn" the residual stream after the FFN.
+    """
+
+    layers: tuple[int, ...]
+    site: Site
+
+    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> Any:
+        """A pytree with leading axis len(layers), scanned over: what each layer needs of the rows."""
+        raise NotImplementedError
+
+    def per_layer(self) -> Any:
+        """A pytree of arrays with leading axis len(layers): the parameters `apply` gets one layer of."""
+        raise NotImplementedError
+
+    def apply(
+        self, params: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """(y, cache) after this memory at one layer.
+
+        Args:
+          params, context: this layer's slice of `per_layer()` and `prepare(...)`.
+          h_BTD: the residual stream the site's sub-block reads.
+          y: what stands at the site.
+          cache: this layer's slice of `init_cache(...)`, or None when not decoding.
+        """
+        raise NotImplementedError
+
+    def init_cache(self, batch: int) -> Any:
+        """A pytree with leading axis len(layers) that `apply` carries through decoding; None: it needs none."""
+        return None
+
+
+class PartConfig(abc.ABC):
+    """Frozen dataclasses that name a part and hold its settings. `kind` is the name used in files."""
+
+    kind: ClassVar[str]
+
+
+class InputConfig(PartConfig):
+    @abc.abstractmethod
+    def build(self, context: Context, *, tied: bool) -> Input:
+        """The input part. `tied` says that a head will score against its table."""
+
+
+class HeadConfig(PartConfig):
+    tied: ClassVar[bool]
+
+    @abc.abstractmethod
+    def build(self, context: Context, objective: Objective) -> Head:
+        """The head."""
+
+
+class MemoryConfig(PartConfig):
+    @abc.abstractmethod
+    def build(self, context: Context, layers: int) -> Memory:
+        """The memory, for a trunk of `layers` layers."""

@@ -1,0 +1,431 @@
+"""Cross-entropy of a linear head over a row-sharded vocabulary, without [B, T, V].
+
+    u = scale · (h · tableᵀ) + bias         z = cap · tanh(u / cap)         z = −inf where an id may not be predicted
+    objective = (1−ε)(lse − z_target) + ε (lse − mean_allowed z) + λ lse²   lse = log Σ exp z
+    total     = Σ weight · objective / normaliser
+
+Tokens go through in chunks; while a chunk's logits exist, its gradients are taken too ("gradient in forward": three
+matrix products instead of the four of recomputation). Per chunk the vocabulary shards exchange four numbers per token
+(maximum, sum of exponentials, target score, sum of scores); the reductions of dh and dtable stand outside the loop.
+Since the gradients are those of one scalar, only `total` is differentiable, and only in h, table and bias.
+
+Source: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053, section 3) for the sharding; z-loss from PaLM
+(arXiv:2204.02311, section 5).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from vocabjax.ids import IGNORE
+from vocabjax.mesh import Layout
+from vocabjax.vocab.interfaces import Loss, Objective
+from vocabjax.vocab.sizes import Sizes
+from vocabjax.vocab.table import TokenAxes, row_start
+
+LOWEST = -1e30  # a finite running maximum: a shard of padding alone has no score
+
+
+class Scoring(NamedTuple):
+    """Static settings of a linear head: what turns h · tableᵀ into scores."""
+
+    layout: Layout
+    sizes: Sizes
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def linear_logits(
+    scoring: Scoring, h_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None
+) -> jax.Array:
+    """float32 scores [B, T, Vp], sharded over the vocabulary; −inf where an id may not be predicted.
+
+    Args:
+      h_BTD: hidden states; their dtype is that of the product's operands.
+      table_VD: [Vp, D]; bias_V: [Vp] or None.
+    """
+    layout = scoring.layout
+    axes = TokenAxes.of(layout)
+    h_BTD = layout.place(h_BTD, "batch", "seq", None)
+    tokens = [
+        tuple(axis for axis in layout.axes(name) if axis not in axes.rows)
+        for name in ("batch", "seq")
+    ]
+
+    def local(h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None) -> jax.Array:
+        h = axes.gather(h)
+        z, _ = _scores(scoring, axes, h, table_RD.astype(h.dtype), bias_R)
+        return z
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(
+            PartitionSpec(*axes.spec, None),
+            layout.spec("vocab", None),
+            layout.spec("vocab"),
+        ),
+        out_specs=PartitionSpec(tokens[0] or None, tokens[1] or None, axes.rows or None),
+    )(h_BTD, table_VD, bias_V)
+
+
+def linear_cross_entropy(
+    scoring: Scoring,
+    objective: Objective,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array | None = None,
+    *,
+    bias_V: jax.Array | None = None,
+    normalizer: jax.Array | None = None,
+) -> Loss:
+    """The loss of a linear head. See the module's docstring for the equation.
+
+    Args:
+      h_BTD: hidden states, float32 or bfloat16; scores and sums are float32 either way.
+      table_VD: float32 [Vp, D], rows sharded over the vocabulary axis.
+      targets_BT: int32 labels. −100 is ignored; any other label that may not be predicted is ignored and counted in
+        `invalid`.
+      weights_BT: float32, not differentiable; None: 1.
+      normalizer: what `total` is divided by; None: Σ weight over the whole batch. Pass the sum over all microbatches
+        when accumulating gradients. 0 gives a total of 0 and zero gradients.
+    """
+    layout = scoring.layout
+    h_BTD = layout.place(h_BTD, "batch", "seq", None)
+    targets_BT = layout.place(targets_BT, "batch", "seq")
+    weight_BT = label_weights(scoring.sizes, targets_BT, weights_BT)
+    weight_BT = lax.stop_gradient(layout.place(weight_BT, "batch", "seq"))
+    weight = weight_BT.sum()
+    divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
+    inverse = jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
+    total, nll, z = _cross_entropy(
+        scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse
+    )
+    is_valid_BT = valid_labels(scoring.sizes, targets_BT)
+    invalid = ((targets_BT != IGNORE) & ~is_valid_BT).sum().astype(jnp.float32)
+    return Loss(total, nll, z, weight, is_valid_BT.sum().astype(jnp.float32), invalid)
+
+
+def linear_nll(
+    scoring: Scoring,
+    chunk: int,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    bias_V: jax.Array | None = None,
+) -> jax.Array:
+    """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid. For evaluation; not differentiable."""
+    layout = scoring.layout
+    axes = TokenAxes.of(layout)
+
+    def local(
+        h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None, targets: jax.Array
+    ) -> jax.Array:
+        h, gathered = axes.gather(h), axes.gather(targets)
+        table_RD = table_RD.astype(h.dtype)
+
+        def body(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            h_CD, t_C = part
+            z, _ = _scores(scoring, axes, h_CD, table_RD, bias_R)
+            return None, _statistics(axes, scoring.sizes, z, t_C).nll
+
+        pieces = _chunks(chunk, h, gathered)
+        _, nll = lax.scan(body, None, pieces)
+        nll = nll.reshape(-1)[: gathered.size].reshape(gathered.shape)
+        # Each shard of rows has every token's value; keep this device's tokens.
+        for dim, axis in reversed(axes.both):
+            size = nll.shape[dim] // lax.axis_size(axis)
+            nll = lax.dynamic_slice_in_dim(nll, lax.axis_index(axis) * size, size, dim)
+        return jnp.where(valid_labels(scoring.sizes, targets), nll, 0)
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(
+            PartitionSpec(*axes.spec, None),
+            layout.spec("vocab", None),
+            layout.spec("vocab"),
+            axes.spec,
+        ),
+        out_specs=axes.spec,
+        check_vma=False,
+    )(
+        layout.place(h_BTD, "batch", "seq", None),
+        table_VD,
+        bias_V,
+        layout.place(targets_BT, "batch", "seq"),
+    )
+
+
+def reference_cross_entropy(
+    sizes: Sizes,
+    objective: Objective,
+    z_BTV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array | None = None,
+    *,
+    normalizer: jax.Array | None = None,
+) -> Loss:
+    """The same loss from whole logits [B, T, Vp], by automatic differentiation: the oracle of `linear_cross_entropy`.
+
+    Plain operations that partition over a sharded vocabulary by themselves. Differentiable in everything but integers.
+    """
+    is_valid_BT = valid_labels(sizes, targets_BT)
+    weight_BT = label_weights(sizes, targets_BT, weights_BT)
+    allowed_V = jnp.asarray(sizes.allowed_V)
+    lse_BT = jax.nn.logsumexp(z_BTV, axis=-1)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(sizes.padded)
+    target_BT = jnp.where(is_target_BTV & allowed_V, z_BTV, 0).sum(-1)
+    mean_BT = jnp.where(allowed_V, z_BTV, 0).sum(-1) / sizes.predictable
+    nll_BT = jnp.where(is_valid_BT, lse_BT - target_BT, 0)
+    smooth_BT = jnp.where(is_valid_BT, lse_BT - mean_BT, 0)
+    epsilon = objective.label_smoothing
+    z2_BT = lse_BT**2
+    total_BT = (1 - epsilon) * nll_BT + epsilon * smooth_BT + objective.z_loss * z2_BT
+    weight = weight_BT.sum()
+    divisor = weight if normalizer is None else normalizer
+    inverse = jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
+    return Loss(
+        (weight_BT * total_BT).sum() * inverse,
+        (weight_BT * nll_BT).sum(),
+        (weight_BT * z2_BT).sum(),
+        weight,
+        is_valid_BT.sum().astype(jnp.float32),
+        ((targets_BT != IGNORE) & ~is_valid_BT).sum().astype(jnp.float32),
+    )
+
+
+def valid_labels(sizes: Sizes, targets_BT: jax.Array) -> jax.Array:
+    """bool [B, T]: labels that may be predicted."""
+    is_valid_BT = (targets_BT >= 0) & (targets_BT < sizes.logical)
+    for token in sizes.banned:
+        is_valid_BT &= targets_BT != token
+    return is_valid_BT
+
+
+def label_weights(
+    sizes: Sizes, targets_BT: jax.Array, weights_BT: jax.Array | None = None
+) -> jax.Array:
+    """float32 [B, T]: the weight of each token, 0 where its label is not valid (even if the weight is NaN there)."""
+    weights = 1.0 if weights_BT is None else weights_BT.astype(jnp.float32)
+    return jnp.where(valid_labels(sizes, targets_BT), weights, 0.0)
+
+
+class _Statistics(NamedTuple):
+    nll: jax.Array
+    lse: jax.Array
+    mean: jax.Array  # of the allowed scores
+    index: jax.Array  # the target's row on this device, or out of range
+
+
+def _scores(
+    scoring: Scoring,
+    axes: TokenAxes,
+    h: jax.Array,
+    table_RD: jax.Array,
+    bias_R: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Masked float32 scores of this device's rows [..., R], and dz/du."""
+    u = jnp.einsum("...d,rd->...r", h, table_RD, preferred_element_type=jnp.float32) * scoring.scale
+    if bias_R is not None:
+        u = u + bias_R
+    slope = jnp.float32(1.0)
+    if scoring.softcap is not None:
+        unit = jnp.tanh(u / scoring.softcap)
+        u, slope = scoring.softcap * unit, 1 - unit**2
+    allowed_V = jnp.asarray(scoring.sizes.allowed_V)
+    rows = table_RD.shape[0]
+    allowed_R = lax.dynamic_slice_in_dim(allowed_V, row_start(axes.rows, rows), rows)
+    return jnp.where(allowed_R, u, -jnp.inf), slope
+
+
+def _statistics(
+    axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array
+) -> _Statistics:
+    rows = z_CR.shape[-1]
+    index_C = targets_C - row_start(axes.rows, rows)
+    is_here_C = (index_C >= 0) & (index_C < rows)
+    index_C = jnp.where(is_here_C, index_C, rows)
+    target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, index_C, 0)[:, None], axis=-1)[:, 0]
+    highest_C = jnp.maximum(z_CR.max(-1), LOWEST)
+    stacked = jnp.stack(
+        [
+            highest_C,
+            jnp.exp(z_CR - highest_C[:, None]).sum(-1),
+            jnp.where(is_here_C, target_C, 0),
+            jnp.where(jnp.isfinite(z_CR), z_CR, 0).sum(-1),
+        ]
+    )
+    if axes.rows:  # one collective, of four numbers per token
+        stacked = lax.all_gather(stacked, axes.rows, axis=0)
+    else:
+        stacked = stacked[None]
+    highest, sums, targets, scores = jnp.moveaxis(stacked, 1, 0)
+    top_C = highest.max(0)
+    log_sum_C = jnp.log((sums * jnp.exp(highest - top_C)).sum(0))
+    # log-sum + (top − target), not lse − target: a large common offset of the logits cancels before it can round.
+    nll_C = log_sum_C + (top_C - targets.sum(0))
+    return _Statistics(nll_C, top_C + log_sum_C, scores.sum(0) / sizes.predictable, index_C)
+
+
+def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[b, t, ...] → [chunks, C, ...], padded with zeros, for C ≤ chunk as even as possible."""
+    size = arrays[0].shape[0] * arrays[0].shape[1]
+    count = max(1, -(-size // chunk))
+    per_chunk = -(-size // count)
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(size, *x.shape[2:])
+        padding = [(0, count * per_chunk - size)] + [(0, 0)] * (flat.ndim - 1)
+        return jnp.pad(flat, padding).reshape(count, per_chunk, *x.shape[2:])
+
+    return tuple(cut(x) for x in arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(
+    scoring: Scoring,
+    objective: Objective,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BT: jax.Array,
+    weight_BT: jax.Array,
+    inverse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    sums, _ = _run(
+        scoring, objective, False, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse
+    )
+    return sums
+
+
+_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def _cross_entropy_fwd(
+    scoring: Scoring,
+    objective: Objective,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BT: jax.Array,
+    weight_BT: jax.Array,
+    inverse: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+    return _run(scoring, objective, True, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
+
+
+def _cross_entropy_bwd(
+    scoring: Scoring,
+    objective: Objective,
+    gradients: _Gradients,
+    cotangents: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array | None, ...]:
+    scaled = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
+    return *scaled, None, None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _run(
+    scoring: Scoring,
+    objective: Objective,
+    with_gradients: bool,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BT: jax.Array,
+    weight_BT: jax.Array,
+    inverse: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+    layout, sizes = scoring.layout, scoring.sizes
+    axes = TokenAxes.of(layout)
+    epsilon, z_loss = objective.label_smoothing, objective.z_loss
+
+    def local(
+        h: jax.Array,
+        table_RD: jax.Array,
+        bias_R: jax.Array | None,
+        targets: jax.Array,
+        weight: jax.Array,
+        inverse: jax.Array,
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+        h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
+        shape, dtype = h.shape, h.dtype
+        cast_RD = table_RD.astype(dtype)
+        rows = table_RD.shape[0]
+        allowed_R = lax.dynamic_slice_in_dim(
+            jnp.asarray(sizes.allowed_V), row_start(axes.rows, rows), rows
+        )
+
+        def body(carry: tuple[jax.Array, ...], part: tuple[jax.Array, ...]) -> tuple:  # type: ignore[type-arg]
+            h_CD, t_C, w_C = part
+            z_CR, slope_CR = _scores(scoring, axes, h_CD, cast_RD, bias_R)
+            at = _statistics(axes, sizes, z_CR, t_C)
+            total_C = (1 - epsilon) * at.nll + epsilon * (at.lse - at.mean) + z_loss * at.lse**2
+            sums = carry[0] + jnp.stack(
+                [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, at.nll, at.lse**2)]
+            )
+            if not with_gradients:
+                return (sums,), None
+            p_CR = jnp.exp(z_CR - at.lse[:, None])
+            is_target_CR = jnp.arange(rows) == at.index[:, None]
+            dz_CR = p_CR * (1 + 2 * z_loss * at.lse[:, None])
+            dz_CR -= jnp.where(is_target_CR, 1 - epsilon, 0.0)
+            dz_CR -= epsilon / sizes.predictable
+            # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
+            du_CR = jnp.where(allowed_R, dz_CR * (w_C * inverse)[:, None] * slope_CR, 0)
+            _, dtable_RD, dbias_R = carry
+            scaled_CR = (du_CR * scoring.scale).astype(dtype)
+            dh_CD = jnp.einsum("cr,rd->cd", scaled_CR, cast_RD, preferred_element_type=jnp.float32)
+            dtable_RD += jnp.einsum(
+                "cr,cd->rd", scaled_CR, h_CD, preferred_element_type=jnp.float32
+            )
+            return (sums, dtable_RD, dbias_R + du_CR.sum(0)), dh_CD
+
+        start: tuple[jax.Array, ...] = (jnp.zeros(3, jnp.float32),)
+        if with_gradients:
+            start += (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
+        carry, dh = lax.scan(body, start, _chunks(objective.chunk, h, targets, weight))
+        sums = lax.psum(carry[0], axes.only_tokens)
+        outputs = (sums[0] * inverse, sums[1], sums[2])
+        if not with_gradients:
+            return outputs, (h[:0], table_RD[:0], None)
+        dh = dh.reshape(-1, shape[-1])[: shape[0] * shape[1]].reshape(shape)
+        dtable_RD, dbias_R = lax.psum(carry[1:], axes.only_tokens)
+        return outputs, (
+            axes.reduce(dh).astype(dtype),
+            dtable_RD.astype(table_RD.dtype),
+            None if bias_R is None else dbias_R.astype(bias_R.dtype),
+        )
+
+    token_spec = PartitionSpec(*axes.spec, None)
+    table_spec, bias_spec = layout.spec("vocab", None), layout.spec("vocab")
+    in_specs = (token_spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec())
+    if not with_gradients:
+
+        def forward(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return local(*args)[0]
+
+        sums = jax.shard_map(
+            forward,
+            mesh=layout.mesh,
+            in_specs=in_specs,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
+        return sums, (h_BTD, table_VD, bias_V)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=in_specs,
+        out_specs=((PartitionSpec(),) * 3, (token_spec, table_spec, bias_spec)),
+        check_vma=False,
+    )(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
