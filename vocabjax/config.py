@@ -161,7 +161,7 @@ def _converter() -> cattrs.Converter:
 
     @converter.register_structure_hook_factory(is_part)
     def _(base: type[PartConfig]) -> Any:
-        kinds = {cls.kind: cls for cls in _concrete(base)}
+        kinds = {cls.kind: cls for cls in concrete(base)}
         fields = {
             kind: make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
             for kind, cls in kinds.items()
@@ -179,6 +179,7 @@ def _converter() -> cattrs.Converter:
     return converter
 
 
-def _concrete(base: type[PartConfig]) -> list[type[PartConfig]]:
+def concrete(base: type[PartConfig]) -> list[type[PartConfig]]:
+    """The kinds of a part that have been imported."""
     found = [base] if hasattr(base, "kind") else []
-    return found + [cls for sub in base.__subclasses__() for cls in _concrete(sub)]
+    return found + [cls for sub in base.__subclasses__() for cls in concrete(sub)]

@@ -84,19 +84,14 @@ class Evaluator:
         self._sums = jax.jit(self._batch_sums)
 
     def _batch_sums(self, params: Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Σ nll and number of targets per bin: float32 [2, 10] each; and ids or labels that are not valid."""
-        layout = self.blueprint.layout
-        model = self.blueprint.bind(params)
-        targets = batch["targets"]
-        nll = model.nll(tokens_of(batch), targets)
-        is_valid = targets >= 0
-        bins = jnp.asarray(self.bins)[:, jnp.where(is_valid, targets, 0)]
-        bins = layout.place(bins, None, "batch", "seq")
-        in_bin = (bins[..., None] == jnp.arange(BINS)) & is_valid[..., None]
-        return (
-            jnp.where(in_bin, nll[..., None], 0).sum((1, 2)),
-            in_bin.sum((1, 2)).astype(jnp.float32),
-        )
+        """Σ nll and number of targets per bin: float32 [2, 10] each. `batch` has the targets' bins, −1 for none."""
+        nll_BT = self.blueprint.bind(params).nll(tokens_of(batch), batch["targets"])
+        sums, counts = [], []
+        for name in ("by_mass", "by_type"):
+            in_bin = batch[name][..., None] == jnp.arange(BINS)
+            sums.append(jnp.where(in_bin, nll_BT[..., None], 0).sum((0, 1)))
+            counts.append(in_bin.sum((0, 1)).astype(jnp.float32))
+        return jnp.stack(sums), jnp.stack(counts)
 
     def __call__(self, params: Params, stream: TokenStream, length: int, batch: int) -> Evaluation:
         """Every target of the stream once; the result does not depend on `batch` beyond float32 rounding.
@@ -113,7 +108,9 @@ class Evaluator:
         ):
             self.blueprint.sizes.check_ids(host["ids"])
             self.blueprint.sizes.check_labels(host["targets"])
-            sums = self._sums(params, to_device(layout, host, "batch", "seq"))
+            bins = np.where(host["targets"] >= 0, self.bins[:, host["targets"]], -1)
+            batch_arrays = {**host, "by_mass": bins[0], "by_type": bins[1]}
+            sums = self._sums(params, to_device(layout, batch_arrays, "batch", "seq"))
             nll += np.asarray(sums[0], np.float64)
             tokens += np.asarray(sums[1], np.float64)
         total, count = float(nll[0].sum()), int(tokens[0].sum())

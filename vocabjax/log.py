@@ -125,20 +125,21 @@ class Log:
                 writer.finish() if writer is self._wandb else writer.close()
 
     def train(self, step: int, values: Scalars) -> None:
-        """Numbers of a training step; adds tokens per second since the last call."""
+        """Numbers of a training step; adds tokens per second since the last call, if a step has passed."""
         now = time.perf_counter()
         since, before = self._last
         self._last = (step, now)
-        speed = (step - since) * self._tokens_per_step / (now - before)
-        self._write(step, {**values, "tokens_per_second": speed})
-        self._status = f"loss {values['train_loss']:.3f}  {speed:,.0f} tok/s"
+        self._status = f"loss {values['train_loss']:.3f}"
+        left = ""
+        if step > since:
+            speed = (step - since) * self._tokens_per_step / (now - before)
+            values = {**values, "tokens_per_second": speed}
+            self._status += f"  {speed:,.0f} tok/s"
+            left = f"  {(self._steps - step) * self._tokens_per_step / speed:,.0f} s left"
+        self._write(step, values)
         self._bar.update(self._task, completed=step, status=self._status)
-        left = (self._steps - step) * self._tokens_per_step / speed
         if not self._console.is_terminal:
-            self._console.print(
-                f"{self._name}  step {step}/{self._steps}  {self._status}  {left:,.0f} s left",
-                highlight=False,
-            )
+            self.say(f"{self._name}  step {step}/{self._steps}  {self._status}{left}")
 
     def evaluation(self, step: int, values: Scalars) -> None:
         """Numbers of an evaluation. The time it took is not counted in tokens per second: see `resume_clock`."""
@@ -156,7 +157,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """A line above the bar."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _write(self, step: int, values: Scalars) -> None:
         if self._metrics is None:

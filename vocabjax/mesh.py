@@ -239,7 +239,8 @@ def _ambient_mesh() -> Mesh:
 
 @functools.cache
 def _single_device_mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Explicit,))
+    # Automatic: a trunk that knows of no mesh must not meet shardings in its types.
+    return Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
 
 
 def _show(axes: Mapping[str, int]) -> str:

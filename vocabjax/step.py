@@ -11,7 +11,7 @@ from jax import lax
 from vocabjax.data import Batch
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
-from vocabjax.optim import gradient_norm
+from vocabjax.optim import gradient_norm, state_shardings
 from vocabjax.vocab.interfaces import Loss, Tokens
 
 Arrays = dict[str, jax.Array]  # a batch: ids, targets, segment, position
@@ -72,14 +72,10 @@ def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation
     params = blueprint.abstract()
     replicated = blueprint.layout.sharding()
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    moments = jax.eval_shape(optimizer.init, params)
     moments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=jax.NamedSharding(blueprint.layout.mesh, leaf.sharding.spec),
-        ),
-        moments,
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(optimizer.init, params),
+        state_shardings(optimizer, params),
     )
     return State(step, params, moments)
 

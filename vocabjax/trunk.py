@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from vocabjax.attention import attention, kv_axis, rope
 from vocabjax.errors import UserError
@@ -267,7 +268,7 @@ def _scan_segment(
     def blocks(tree: Any, start: int, count: int) -> Any:
         def cut(a: jax.Array) -> jax.Array:
             piece = a if count == a.shape[0] else lax.slice_in_dim(a, start, start + count)
-            return piece.reshape(segment.repeats, count // segment.repeats, *a.shape[1:])
+            return _regroup(piece, 1, (segment.repeats, count // segment.repeats))
 
         return jax.tree.map(cut, tree)
 
@@ -298,7 +299,7 @@ def _scan_segment(
         return x, (stack(*kv_out), {i: stack(*caches[i]) for i in attached})
 
     x_BTD, (kv_out, caches) = lax.scan(body, x_BTD, xs)
-    flat = functools.partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
+    flat = functools.partial(jax.tree.map, lambda a: _regroup(a, 2, (a.shape[0] * a.shape[1],)))
     # Memories with no layer here contribute nothing: an empty slice of their own cache.
     return (
         x_BTD,
@@ -308,6 +309,14 @@ def _scan_segment(
             for i in range(len(memories))
         ),
     )
+
+
+def _regroup(a: jax.Array, leading: int, sizes: tuple[int, ...]) -> jax.Array:
+    """Reshapes the first `leading` dimensions, which are not sharded, to `sizes`."""
+    # The sharding is stated because a plain reshape forgets that of a dimension of size 1: a batch of one row.
+    sharding = jax.typeof(a).sharding
+    spec = PartitionSpec(*[None] * len(sizes), *sharding.spec[leading:])
+    return jnp.reshape(a, (*sizes, *a.shape[leading:]), out_sharding=sharding.update(spec=spec))
 
 
 def _layer(

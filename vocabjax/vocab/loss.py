@@ -14,10 +14,11 @@ Source: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053, secti
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -39,6 +40,8 @@ class Scoring(NamedTuple):
     softcap: float | None = None
 
 
+# Jitted: called eagerly, a `shard_map` would compile anew each time.
+@functools.partial(jax.jit, static_argnames="scoring")
 def linear_logits(
     scoring: Scoring, h_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None
 ) -> jax.Array:
@@ -73,6 +76,7 @@ def linear_logits(
     )(h_BTD, table_VD, bias_V)
 
 
+@functools.partial(jax.jit, static_argnames=("scoring", "objective"))
 def linear_cross_entropy(
     scoring: Scoring,
     objective: Objective,
@@ -111,6 +115,7 @@ def linear_cross_entropy(
     return Loss(total, nll, z, weight, is_valid_BT.sum().astype(jnp.float32), invalid)
 
 
+@functools.partial(jax.jit, static_argnames=("scoring", "chunk"))
 def linear_nll(
     scoring: Scoring,
     chunk: int,
@@ -130,10 +135,11 @@ def linear_nll(
         h, gathered = axes.gather(h), axes.gather(targets)
         table_RD = table_RD.astype(h.dtype)
 
-        def body(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        def body(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
             h_CD, t_C = part
-            z, _ = _scores(scoring, axes, h_CD, table_RD, bias_R)
-            return None, _statistics(axes, scoring.sizes, z, t_C).nll
+            z_CR, _slope = _scores(scoring, axes, h_CD, table_RD, bias_R)
+            at = _statistics(axes, scoring.sizes, z_CR, t_C)
+            return None, at.log_sum - at.target
 
         pieces = _chunks(chunk, h, gathered)
         _, nll = lax.scan(body, None, pieces)
@@ -218,10 +224,13 @@ def label_weights(
 
 
 class _Statistics(NamedTuple):
-    nll: jax.Array
-    lse: jax.Array
-    mean: jax.Array  # of the allowed scores
-    index: jax.Array  # the target's row on this device, or out of range
+    """Per token. All but `top` are relative to `top`: what the scores have in common cancels before it can round."""
+
+    top: jax.Array  # the highest score
+    log_sum: jax.Array  # lse − top
+    target: jax.Array  # the target's score − top
+    mean: jax.Array  # the mean of the allowed scores − top
+    row: jax.Array  # the target's row on this device, or out of range
 
 
 def _scores(
@@ -249,29 +258,33 @@ def _statistics(
     axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array
 ) -> _Statistics:
     rows = z_CR.shape[-1]
-    index_C = targets_C - row_start(axes.rows, rows)
-    is_here_C = (index_C >= 0) & (index_C < rows)
-    index_C = jnp.where(is_here_C, index_C, rows)
-    target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, index_C, 0)[:, None], axis=-1)[:, 0]
+    row_C = targets_C - row_start(axes.rows, rows)
+    is_here_C = (row_C >= 0) & (row_C < rows)
+    row_C = jnp.where(is_here_C, row_C, rows)
+    target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, row_C, 0)[:, None], axis=-1)[:, 0]
     highest_C = jnp.maximum(z_CR.max(-1), LOWEST)
+    centred_CR = z_CR - highest_C[:, None]
     stacked = jnp.stack(
         [
             highest_C,
-            jnp.exp(z_CR - highest_C[:, None]).sum(-1),
+            jnp.exp(centred_CR).sum(-1),
             jnp.where(is_here_C, target_C, 0),
-            jnp.where(jnp.isfinite(z_CR), z_CR, 0).sum(-1),
+            jnp.where(jnp.isfinite(z_CR), centred_CR, 0).sum(-1),
         ]
     )
-    if axes.rows:  # one collective, of four numbers per token
-        stacked = lax.all_gather(stacked, axes.rows, axis=0)
-    else:
-        stacked = stacked[None]
+    # One collective, of four numbers per token.
+    stacked = lax.all_gather(stacked, axes.rows, axis=0) if axes.rows else stacked[None]
     highest, sums, targets, scores = jnp.moveaxis(stacked, 1, 0)
     top_C = highest.max(0)
-    log_sum_C = jnp.log((sums * jnp.exp(highest - top_C)).sum(0))
-    # log-sum + (top − target), not lse − target: a large common offset of the logits cancels before it can round.
-    nll_C = log_sum_C + (top_C - targets.sum(0))
-    return _Statistics(nll_C, top_C + log_sum_C, scores.sum(0) / sizes.predictable, index_C)
+    below_SC = highest - top_C  # S: shards of rows
+    allowed_S1 = sizes.allowed_V.reshape(-1, rows).sum(1, dtype=np.float32, keepdims=True)
+    return _Statistics(
+        top_C,
+        jnp.log((sums * jnp.exp(below_SC)).sum(0)),
+        targets.sum(0) - top_C,
+        (scores + allowed_S1 * below_SC).sum(0) / sizes.predictable,
+        row_C,
+    )
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -365,19 +378,22 @@ def _run(
             jnp.asarray(sizes.allowed_V), row_start(axes.rows, rows), rows
         )
 
-        def body(carry: tuple[jax.Array, ...], part: tuple[jax.Array, ...]) -> tuple:  # type: ignore[type-arg]
+        def body(
+            carry: tuple[jax.Array, ...], part: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
             h_CD, t_C, w_C = part
             z_CR, slope_CR = _scores(scoring, axes, h_CD, cast_RD, bias_R)
             at = _statistics(axes, sizes, z_CR, t_C)
-            total_C = (1 - epsilon) * at.nll + epsilon * (at.lse - at.mean) + z_loss * at.lse**2
+            lse_C, nll_C = at.top + at.log_sum, at.log_sum - at.target
+            total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean) + z_loss * lse_C**2
             sums = carry[0] + jnp.stack(
-                [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, at.nll, at.lse**2)]
+                [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, nll_C, lse_C**2)]
             )
             if not with_gradients:
                 return (sums,), None
-            p_CR = jnp.exp(z_CR - at.lse[:, None])
-            is_target_CR = jnp.arange(rows) == at.index[:, None]
-            dz_CR = p_CR * (1 + 2 * z_loss * at.lse[:, None])
+            p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
+            is_target_CR = jnp.arange(rows) == at.row[:, None]
+            dz_CR = p_CR * (1 + 2 * z_loss * lse_C[:, None])
             dz_CR -= jnp.where(is_target_CR, 1 - epsilon, 0.0)
             dz_CR -= epsilon / sizes.predictable
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
@@ -396,7 +412,7 @@ def _run(
         carry, dh = lax.scan(body, start, _chunks(objective.chunk, h, targets, weight))
         sums = lax.psum(carry[0], axes.only_tokens)
         outputs = (sums[0] * inverse, sums[1], sums[2])
-        if not with_gradients:
+        if dh is None:
             return outputs, (h[:0], table_RD[:0], None)
         dh = dh.reshape(-1, shape[-1])[: shape[0] * shape[1]].reshape(shape)
         dtable_RD, dbias_R = lax.psum(carry[1:], axes.only_tokens)
@@ -411,7 +427,7 @@ def _run(
     in_specs = (token_spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec())
     if not with_gradients:
 
-        def forward(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def forward(*args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
             return local(*args)[0]
 
         sums = jax.shard_map(

@@ -134,6 +134,8 @@ def _local_index(
     return jnp.where(is_here, index, 0), is_here
 
 
+# Jitted, like the functions of a head: called eagerly, a `shard_map` would compile anew each time.
+@functools.partial(jax.jit, static_argnames=("layout", "logical", "dtype"))
 def lookup(
     layout: Layout, table_VD: jax.Array, ids_BT: jax.Array, *, logical: int, dtype: jnp.dtype
 ) -> jax.Array:

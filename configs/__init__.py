@@ -1,0 +1,1 @@
+"""One file a config: a module whose `config` is what it trains."""

@@ -1,0 +1,14 @@
+"""Tied, with LayerNorm on the embedded input only (embed-layernorm).
+
+    python run.py train tied_layernorm
+
+Expect: RESULT.
+"""
+
+from dataclasses import replace
+
+from vocabjax.vocab.inputs.full import FullTable
+
+from .base import config as base
+
+config = replace(base, vocab=replace(base.vocab, input=FullTable(norm="layernorm")))

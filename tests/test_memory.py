@@ -1,0 +1,294 @@
+"""Memories inside the scanned trunk: the same as a plain loop over layers, in training and in decoding, on any mesh."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import put
+from models import layout_on, quick_jit, random_params
+
+from vocabjax.attention import rope
+from vocabjax.mesh import Layout
+from vocabjax.model import Blueprint, LanguageModel, Params
+from vocabjax.norms import rms_norm
+from vocabjax.param import normal
+from vocabjax.trunk import TrunkConfig
+from vocabjax.vocab.core import VocabConfig
+from vocabjax.vocab.interfaces import (
+    SITES,
+    Context,
+    Memory,
+    MemoryConfig,
+    Reads,
+    Rows,
+    Site,
+    Tokens,
+)
+
+ONE, WIDE = "data=1,model=1", "data=2,model=4"
+TRUNK = TrunkConfig(layers=6, heads=8, kv_heads=4, head_dim=4, ffn=16)  # G · K = D
+
+
+@dataclass(frozen=True)
+class Toy(MemoryConfig):
+    """update_t = f_t, f_t = (row_t · matrix_l) ⊙ σ(h_t); with `carries`, + f_{t−1} / 2 inside a document.
+
+    Attributes:
+      site, layers: where it attaches.
+      carries: whether a token's update needs the one before it, and so a cache in decoding.
+    """
+
+    kind: ClassVar[str] = "toy"
+    site: Site
+    layers: tuple[int, ...]
+    carries: bool = False
+
+    def build(self, context: Context, layers: int) -> Memory:
+        assert max(self.layers) < layers
+        return ToyMemory(self, context)
+
+
+class ToyMemory(Memory):
+    def __init__(self, config: Toy, context: Context) -> None:
+        self.site, self.layers, self.carries = config.site, config.layers, config.carries
+        self.layout: Layout = context.scope.layout
+        count, width, scope = len(config.layers), context.width, context.scope
+        self.table = scope.param(
+            "table",
+            (context.sizes.padded, count * 8),
+            ("vocab", "table_width"),
+            "memory",
+            normal(1.0),
+            rows=context.sizes.logical,
+        )
+        self.matrix = scope.param(
+            "matrix", (count, 8, width), ("layers", None, None), "matrix", normal(1.0)
+        )
+
+    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
+        return {"rows": self.table}
+
+    def reads(self, tokens: Tokens) -> Reads:
+        return {"rows": tokens.ids_BT}
+
+    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> Any:
+        parts = jnp.split(rows["rows"], len(self.layers), axis=-1)
+        continues_BT1 = (tokens.position_BT > 0)[..., None].astype(x_BTD.dtype)
+        return jnp.stack(parts), jnp.stack([continues_BT1] * len(self.layers))
+
+    def per_layer(self) -> Any:
+        return {"matrix": self.matrix[...]}
+
+    def apply(
+        self, params: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        row_BTE, continues_BT1 = context
+        f_BTD = (row_BTE @ params["matrix"]) * jax.nn.sigmoid(h_BTD)
+        update = f_BTD
+        if self.carries:
+            first_B1D = jnp.zeros_like(f_BTD[:, :1]) if cache is None else cache[:, None]
+            before_BTD = jnp.concatenate([first_B1D, f_BTD[:, :-1]], 1)
+            update = f_BTD + continues_BT1 * before_BTD / 2
+        if self.site == "value":
+            update = jnp.reshape(
+                update, y.shape, out_sharding=self.layout.sharding("batch", "seq", None, None)
+            )
+            update = self.layout.place(update, "batch", "seq", "kv_heads", None)
+        return y + update, f_BTD[:, -1] if self.carries and cache is not None else cache
+
+    def init_cache(self, batch: int) -> Any:
+        if not self.carries:
+            return None
+        shape = (len(self.layers), batch, self.matrix.shape[-1])
+        return jnp.zeros(shape, out_sharding=self.layout.sharding(None, "batch", None))
+
+
+EVERY, ODD, TWO = tuple(range(6)), (1, 3, 5), (1, 4)
+# Overlapping memories that cut the scan into unequal segments; two of them decode with a cache.
+MIXED = (
+    Toy("pre_attn", EVERY, carries=True),
+    Toy("value", ODD),
+    Toy("ffn_out", TWO, carries=True),
+    Toy("post_ffn", (5,)),
+)
+
+
+@functools.cache
+def model_on(mesh: str, memories: tuple[Toy, ...], remat: Any = "none") -> tuple[Blueprint, Params]:
+    vocab = VocabConfig(size=20, width=16, multiple=4, memories=memories)
+    blueprint = Blueprint(vocab, replace(TRUNK, remat=remat), layout_on(mesh))
+    return blueprint, random_params(blueprint)
+
+
+def tokens_on(layout: Layout) -> Tokens:
+    """Two rows of packed documents."""
+    ids_BT = np.random.default_rng(0).integers(0, 20, (2, 6))
+    segment_BT = [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
+    position_BT = [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]]
+    arrays = (ids_BT, segment_BT, position_BT)
+    return Tokens(*[put(layout, np.asarray(a, np.int32), "batch", "seq") for a in arrays])
+
+
+def slice_at(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda a: a[index], tree)
+
+
+def plain_loop(model: LanguageModel, tokens: Tokens) -> jax.Array:
+    """h_BTD by a Python loop over layers, with each memory in its place."""
+    vocab, memories = model.vocab, model.vocab.memories
+    rows = vocab.gather(tokens)
+    x = vocab.embed(rows, tokens)
+    contexts = vocab.contexts(rows, tokens, x)
+    arrays = model.trunk.layers.arrays()
+    serves_GN = jnp.kron(jnp.eye(4), jnp.ones((1, 2)))  # a key head serves two query heads
+    index_T = jnp.arange(x.shape[1])
+    is_seen_BTS = (tokens.segment_BT[:, :, None] == tokens.segment_BT[:, None]) & (
+        index_T[:, None] >= index_T
+    )
+
+    for layer in range(TRUNK.layers):
+        p = slice_at(arrays, layer)
+
+        def visit(site: Site, h: jax.Array, y: jax.Array, layer: int = layer) -> jax.Array:
+            for memory, context in zip(memories, contexts, strict=True):
+                if memory.site == site and layer in memory.layers:
+                    here = memory.layers.index(layer)
+                    params, context = slice_at((memory.per_layer(), context), here)
+                    y, _ = memory.apply(params, context, h, y, None)
+            return y
+
+        x = visit("pre_attn", x, x)
+        h = rms_norm(x, p["attn_norm"])
+        q, k, v = (jnp.einsum("btd,dnk->btnk", h, p[name]) for name in "qkv")
+        v = visit("value", h, v)
+        q, k = (rope(a, tokens.position_BT, TRUNK.rope_theta) for a in (q, k))
+        k, v = (jnp.einsum("bsgk,gn->bsnk", a, serves_GN) for a in (k, v))
+        scores = jnp.einsum("btnk,bsnk->bnts", q, k) / 2  # √K
+        weights = jax.nn.softmax(jnp.where(is_seen_BTS[:, None], scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("bnts,bsnk,nkd->btd", weights, v, p["o"])
+        h = rms_norm(x, p["ffn_norm"])
+        out = (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        x = x + visit("ffn_out", h, out)
+        x = visit("post_ffn", x, x)
+    return rms_norm(x, model.trunk.final_norm.scale[...])
+
+
+def weigh(h_BTD: jax.Array) -> jax.Array:
+    """A scalar that every hidden state enters."""
+    direction = np.random.default_rng(3).normal(size=h_BTD.shape).astype(np.float32)
+    return (h_BTD * direction).sum()
+
+
+@functools.cache
+def looped(memories: tuple[Toy, ...]) -> tuple[np.ndarray, Any]:
+    """Hidden states and the gradient of `weigh`, by the plain loop with nothing sharded."""
+    blueprint, params = model_on("replica=1", memories)
+
+    def run(params: Params, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        h_BTD = plain_loop(blueprint.bind(params), tokens)
+        return weigh(h_BTD), h_BTD
+
+    with jax.set_mesh(blueprint.layout.mesh):
+        (_, h_BTD), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(
+            params, tokens_on(blueprint.layout)
+        )
+    return np.asarray(h_BTD), jax.tree.map(np.asarray, gradient)
+
+
+def scanned(blueprint: Blueprint) -> Any:
+    def run(params: Params, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        h_BTD, _ = blueprint.bind(params).hidden(tokens)
+        return weigh(h_BTD), h_BTD
+
+    return jax.value_and_grad(run, has_aux=True)
+
+
+CASES = [
+    *[(ONE, (Toy(site, TWO),), "none") for site in SITES],
+    (ONE, (Toy("value", ODD),), "none"),
+    (ONE, (Toy("ffn_out", EVERY, carries=True),), "none"),
+    (ONE, MIXED, "full"),
+    (WIDE, MIXED, "none"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "memories", "remat"), CASES)
+def test_the_scanned_trunk_equals_a_plain_loop(
+    mesh: str, memories: tuple[Toy, ...], remat: str
+) -> None:
+    blueprint, params = model_on(mesh, memories, remat)
+    with jax.set_mesh(blueprint.layout.mesh):
+        (_, h_BTD), gradient = quick_jit(scanned(blueprint))(params, tokens_on(blueprint.layout))
+    expected_BTD, expected = looped(memories)
+    np.testing.assert_allclose(h_BTD, expected_BTD, atol=2e-4)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(expected), strict=True
+    )
+    for (path, ours), theirs in leaves:
+        rows = slice(20) if "table" in str(path) else slice(None)
+        scale = np.abs(theirs).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(
+            np.asarray(ours)[rows] / scale, theirs[rows] / scale, atol=1e-4, err_msg=str(path)
+        )
+
+
+@pytest.mark.parametrize("memories", [(Toy(site, TWO),) for site in SITES])
+def test_a_memory_changes_the_hidden_states(memories: tuple[Toy, ...]) -> None:
+    blueprint, params = model_on(ONE, memories)
+    gone = {**params, "vocab": dict(params["vocab"])}
+    gone["vocab"]["memories"] = jax.tree.map(jnp.zeros_like, params["vocab"]["memories"])
+    h_BTD, _ = quick_jit(lambda p: blueprint.bind(p).hidden(tokens_on(blueprint.layout)))(gone)
+    assert not np.allclose(h_BTD, looped(memories)[0], atol=1e-2)
+
+
+def test_gradients_reach_the_rows_that_were_read_and_every_layer_s_parameters() -> None:
+    _, gradient = looped(MIXED)
+    read = sorted(set(np.random.default_rng(0).integers(0, 20, (2, 6)).ravel().tolist()))
+    for index, memory in enumerate(MIXED):
+        of_memory = gradient["vocab"]["memories"][index]
+        touched_V = np.abs(of_memory["table"]).max(-1) > 0
+        assert np.flatnonzero(touched_V).tolist() == read
+        per_layer = np.abs(of_memory["matrix"]).max((1, 2))
+        assert per_layer.shape == (len(memory.layers),) and (per_layer > 0).all()
+
+
+@pytest.mark.parametrize("mesh", [ONE, WIDE])
+@pytest.mark.parametrize("first", [1, 3])
+def test_decoding_with_the_memories_caches_equals_the_full_pass(mesh: str, first: int) -> None:
+    blueprint, params = model_on(mesh, MIXED)
+    tokens = tokens_on(blueprint.layout)
+    with jax.set_mesh(blueprint.layout.mesh):
+        cache = blueprint.bind(params).init_cache(2, 6)
+        run = quick_jit(lambda p, tokens, cache: blueprint.bind(p).hidden(tokens, cache))
+        pieces, start = [], 0
+        for stop in (first, *range(first + 1, 7)):  # a prefill, then one token at a time
+            part = Tokens(*[a[:, start:stop] for a in tokens[:3]])
+            h_BTD, cache = run(params, part, cache)
+            pieces.append(np.asarray(h_BTD))
+            start = stop
+    np.testing.assert_allclose(np.concatenate(pieces, 1), looped(MIXED)[0], atol=2e-4)
+
+
+def test_the_program_does_not_grow_with_depth_where_memories_alternate() -> None:
+    sizes = []
+    for layers in (8, 16):
+        vocab = VocabConfig(
+            size=20,
+            width=16,
+            multiple=4,
+            memories=(Toy("value", tuple(range(1, layers, 2))), Toy("post_ffn", (0, 1))),
+        )
+        trunk = replace(TRUNK, layers=layers)
+        blueprint = Blueprint(vocab, trunk, layout_on(ONE))
+        lowered = jax.jit(scanned(blueprint)).lower(
+            blueprint.abstract(), tokens_on(blueprint.layout)
+        )
+        # A memory of more layers has more slices of its one row to stack.
+        sizes.append(lowered.as_text().count("dot_general"))
+    assert sizes[0] == sizes[1] > 0

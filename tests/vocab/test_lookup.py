@@ -1,0 +1,138 @@
+"""Row lookup and its gradient against NumPy indexing, on every mesh (field reports 1, 24)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from meshes import EVERYWHERE, SOME, layout_of, put
+from oracles import scatter_add
+
+from vocabjax.mesh import Layout
+from vocabjax.vocab.sizes import Sizes
+from vocabjax.vocab.table import lookup
+
+V, D, B, T = 37, 6, 8, 4
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+def draw(padded: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A table without zero rows, even in the padding; ids that repeat and include every kind of bad one; cotangents."""
+    rng = np.random.default_rng(seed)
+    table_VD = rng.uniform(1, 2, (padded, D)).astype(np.float32)
+    ids_BT = rng.integers(0, V, (B, T)).astype(np.int32)
+    ids_BT[0] = V - 1
+    ids_BT[1] = [-1, V, padded - 1, padded]
+    ids_BT[5] = [-100, 0, 0, 2**31 - 1]
+    return table_VD, ids_BT, rng.normal(size=(B, T, D)).astype(np.float32)
+
+
+def expected_rows(table_VD: np.ndarray, ids_BT: np.ndarray) -> np.ndarray:
+    is_real = (ids_BT >= 0) & (ids_BT < V)
+    return np.where(is_real[..., None], table_VD[np.where(is_real, ids_BT, 0)], 0)
+
+
+def expected_gradient(table_VD: np.ndarray, ids_BT: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    gradient_VD = np.zeros(table_VD.shape)
+    gradient_VD[:V] = scatter_add((V, D), ids_BT, rows)
+    return gradient_VD
+
+
+def padded_sizes(layout: Layout) -> Sizes:
+    sizes = Sizes.make(V, 2, (), layout)
+    assert sizes.padded > V  # else Vp−1 is a real id and the tests below say less
+    return sizes
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_rows_and_gradient_equal_numpy(name):
+    layout = layout_of(name)
+    table_VD, ids_BT, cotangent_BTD = draw(padded_sizes(layout).padded)
+
+    @jax.jit
+    def rows_and_gradient(table, ids, cotangent):
+        rows, back = jax.vjp(lambda t: lookup(layout, t, ids, logical=V, dtype=F32), table)
+        return rows, back(cotangent)[0]
+
+    rows, gradient = rows_and_gradient(
+        put(layout, table_VD, "vocab", None),
+        put(layout, ids_BT, "batch", "seq"),
+        put(layout, cotangent_BTD, "batch", "seq", None),
+    )
+    np.testing.assert_array_equal(rows, expected_rows(table_VD, ids_BT))
+    expected = expected_gradient(table_VD, ids_BT, cotangent_BTD)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    assert gradient.sharding.is_equivalent_to(layout.sharding("vocab", None), 2)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_eager_equals_numpy(name):
+    layout = layout_of(name)
+    table_VD, ids_BT, _ = draw(padded_sizes(layout).padded, seed=1)
+    rows = lookup(
+        layout, put(layout, table_VD, "vocab", None), jnp.asarray(ids_BT), logical=V, dtype=F32
+    )
+    np.testing.assert_array_equal(rows, expected_rows(table_VD, ids_BT))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_bf16_gradient_of_a_frequent_id_is_summed_in_float32(name):
+    """4,096 cotangents of 1 are 4,096; summed in bf16 they would stop at 256."""
+    layout = layout_of(name)
+    table_VD = np.ones((padded_sizes(layout).padded, 2), np.float32)
+    ids_BT = np.full((8, 512), 11, np.int32)
+
+    @jax.jit
+    def gradient(table, ids):
+        return jax.grad(
+            lambda t: lookup(layout, t, ids, logical=V, dtype=BF16).sum(dtype=jnp.float32)
+        )(table)
+
+    got = gradient(put(layout, table_VD, "vocab", None), put(layout, ids_BT, "batch", "seq"))
+    expected = np.zeros_like(table_VD)
+    expected[11] = 4096
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_bf16_rows_are_the_rounded_rows():
+    layout = layout_of("data=2,model=4 explicit")
+    table_VD, ids_BT, _ = draw(padded_sizes(layout).padded)
+    rows = lookup(
+        layout, put(layout, table_VD, "vocab", None), jnp.asarray(ids_BT), logical=V, dtype=BF16
+    )
+    assert rows.dtype == BF16
+    np.testing.assert_array_equal(rows, expected_rows(table_VD, ids_BT).astype(BF16))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_scanned_microbatches_equal_the_full_batch(name):
+    """Looked up inside the scan, and gathered once before it under `vmap` as the training step does."""
+    layout = layout_of(name)
+    table_VD, ids_BT, weight_BTD = draw(padded_sizes(layout).padded, seed=2)
+    parts = 2
+    ids_ABT = ids_BT.reshape(parts, -1, T)
+    weight_ABTD = weight_BTD.reshape(parts, -1, T, D)
+
+    def objective(rows, weight):
+        return (rows**2 * weight).sum()
+
+    def inside(table, ids, weight):
+        def body(total, part):
+            rows = lookup(layout, table, part[0], logical=V, dtype=F32)
+            return total + objective(rows, part[1]), None
+
+        return lax.scan(body, jnp.float32(0), (ids, weight))[0]
+
+    def before(table, ids, weight):
+        rows = jax.vmap(lambda part: lookup(layout, table, part, logical=V, dtype=F32))(ids)
+        return lax.scan(
+            lambda total, part: (total + objective(*part), None), jnp.float32(0), (rows, weight)
+        )[0]
+
+    expected = expected_gradient(table_VD, ids_BT, 2 * expected_rows(table_VD, ids_BT) * weight_BTD)
+    table = put(layout, table_VD, "vocab", None)
+    ids = put(layout, ids_ABT, None, "batch", "seq")
+    weight = put(layout, weight_ABTD, None, "batch", "seq", None)
+    for scanned in (inside, before):
+        gradient = jax.jit(jax.grad(scanned))(table, ids, weight)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)

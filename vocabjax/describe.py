@@ -1,0 +1,187 @@
+"""What configs, models, meshes and results look like on a terminal. Nothing here allocates a parameter."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from vocabjax.config import Config, to_json
+from vocabjax.evaluate import Decile
+from vocabjax.mesh import Layout
+from vocabjax.model import Blueprint
+from vocabjax.optim import OptimConfig, assign, report
+from vocabjax.step import abstract_state
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Aligned columns; numbers to the right, None as `-`."""
+    rows = [list(row) for row in rows]
+    cells = [list(header), *[[_cell(value) for value in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [
+        any(isinstance(row[i], int | float) for row in rows)
+        and not any(isinstance(row[i], str) for row in rows)
+        for i in range(len(header))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+def section(title: str, body: str) -> str:
+    """A titled, indented block."""
+    return "\n".join([title, *[f"  {line}" for line in body.splitlines()]]) + "\n"
+
+
+def config_text(config: Config) -> str:
+    """Every setting, a line for each part, named as its flags are."""
+    lines: list[tuple[str, str]] = []
+
+    def walk(name: str, values: dict[str, Any]) -> None:
+        own = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        if own:
+            lines.append((name, "  ".join(f"{key}={_plain(own[key])}" for key in own)))
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(f"{name}.{key}" if name else key, value)
+
+    walk("", json.loads(to_json(config)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def mesh_text(layout: Layout) -> str:
+    """The mesh's axes and devices, and where each logical axis lies."""
+    mesh = layout.mesh
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    device = mesh.devices.flat[0]
+    count = f"{mesh.size} {device.device_kind} device{'s' if mesh.size > 1 else ''}"
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    rows = [
+        (logical, " × ".join(targets) or "replicated", layout.shards(logical))
+        for logical, targets in layout.rules
+    ]
+    return f"{axes} on {count}{processes}\n" + table(("logical axis", "mesh axes", "shards"), rows)
+
+
+def parameter_text(
+    blueprint: Blueprint, optim: OptimConfig, optimizer: optax.GradientTransformation
+) -> str:
+    """Each parameter, and totals. Bytes are those one device holds."""
+    layout, sizes = blueprint.layout, blueprint.sizes
+    groups = assign(optim, blueprint.infos.values())
+    rows = []
+    for info in blueprint.infos.values():
+        spec = ", ".join("·" if entry is None else str(entry) for entry in layout.spec(*info.axes))
+        shape = "×".join(map(str, info.shape))
+        held = _held(
+            jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=layout.sharding(*info.axes))
+        )
+        rows.append((info.path, shape, info.dtype.name, f"({spec})", groups[info.path], held))
+    parameters = sum(row[-1] for row in rows)
+    moments = sum(_held(x) for x in jax.tree.leaves(abstract_state(blueprint, optimizer).optimizer))
+    padding = f", padded to {sizes.padded:,} rows" if sizes.padded > sizes.logical else ""
+    return "\n".join(
+        [
+            table(("parameter", "shape", "dtype", "sharding", "group", "bytes/device"), rows),
+            "",
+            f"{blueprint.count():,} parameters: {blueprint.count('vocab/'):,} in the vocabulary, "
+            f"{blueprint.count('trunk/'):,} in the trunk (V = {sizes.logical:,}{padding})",
+            f"{_size(parameters + moments)} per device: parameters {_size(parameters)}, optimiser state "
+            f"{_size(moments)}; while training, gradients {_size(parameters)} more, and activations",
+        ]
+    )
+
+
+def group_text(optim: OptimConfig, blueprint: Blueprint) -> str:
+    """The optimiser's groups and what is in them."""
+    rows = [
+        (
+            row.group,
+            row.optimizer,
+            row.parameters,
+            row.peak_lr,
+            row.weight_decay,
+            " ".join(row.paths),
+        )
+        for row in report(optim, blueprint.infos.values())
+    ]
+    return table(("group", "optimizer", "stored", "peak lr", "decay", "parameters"), rows)
+
+
+def evaluation_text(evaluation: dict[str, Any]) -> str:
+    """An `Evaluation` as a dict: the sums, then the loss by frequency of the target."""
+    bits = evaluation["bits_per_byte"]
+    totals = table(
+        ("loss", "perplexity", "bits/byte", "tokens"),
+        [
+            (
+                f"{evaluation['loss']:.4f}",
+                f"{evaluation['perplexity']:,.2f}",
+                "unknown" if bits is None else f"{bits:.4f}",
+                f"{evaluation['tokens']:,}",
+            )
+        ],
+    )
+    rows = []
+    for index in range(len(evaluation["by_mass"])):
+        row: list[Any] = [index + 1]
+        for kind in ("by_mass", "by_type"):
+            bin_ = Decile(**evaluation[kind][index])
+            row += [bin_.types, bin_.tokens, bin_.loss]
+        rows.append(row)
+    header = ("decile", "types", "tokens", "loss", "types", "tokens", "loss")
+    return (
+        f"{totals}\n\nby frequency in training, commonest first: bins of equal token mass | of equally many types\n"
+        + table(header, rows)
+    )
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """A finished run in a few lines."""
+    validation = summary["validation"]
+    bits = validation["bits_per_byte"]
+    return "\n".join(
+        [
+            f"validation  loss {validation['loss']:.4f}  perplexity {validation['perplexity']:,.2f}  bits/byte "
+            + ("unknown" if bits is None else f"{bits:.4f}"),
+            f"training    loss {summary['training']['loss']:.4f}  gap {summary['gap']:+.4f}",
+            f"{summary['parameters']:,} parameters ({summary['vocab_parameters']:,} vocabulary, "
+            f"{summary['trunk_parameters']:,} trunk); {summary['tokens']:,} tokens, {summary['passes']:.2f} passes, "
+            f"{summary['train_flops']:.3g} FLOPs, {summary['tokens_per_second']:,.0f} tokens/s",
+        ]
+    )
+
+
+def _held(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array that one device holds."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _size(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{count / 1024**power:.{2 if power else 0}f} {unit}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "None"
+    return json.dumps(value) if isinstance(value, list) else str(value)

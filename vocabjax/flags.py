@@ -1,0 +1,189 @@
+"""The flags of each command, and how they are parsed.
+
+Flags are the fields of frozen dataclasses, so that every setting of a `Config` is one: `--vocab.head.softcap 30`.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from vocabjax.config import Config, concrete
+from vocabjax.errors import UserError, nearest
+from vocabjax.generate import SamplingConfig
+from vocabjax.launch import Launch
+from vocabjax.load import Step
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, PartConfig
+
+_Flat = tyro.conf.arg(name="")
+_Flags = TypeVar("_Flags")
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What to run, and where it lands.
+
+    Attributes:
+      name: the run's name; None: the config's.
+      runs: the directory that holds runs.
+      head: another kind of head (tied, untied …), with the settings it shares with the config's.
+      input: another kind of input (full …), likewise.
+      dry_run: print config, parameters, groups and mesh; train nothing.
+      tensorboard: also log to TensorBoard, in the run directory.
+      wandb: also log to Weights & Biases.
+      quiet: no progress.
+    """
+
+    name: str | None = None
+    runs: Path = Path("runs")
+    head: str | None = None
+    input: str | None = None
+    dry_run: bool = False
+    tensorboard: bool = False
+    wandb: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Trains a config in RUNS/NAME. The same command again resumes it; a finished run prints its result."""
+
+    run: Annotated[RunFlags, _Flat] = field(default_factory=RunFlags)
+    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+    config: Annotated[Config, _Flat] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """Evaluates a checkpoint on the validation split, on one device unless told otherwise.
+
+    Attributes:
+      run: name or path of a run.
+      runs: the directory that holds runs.
+      step: a saved step, best (lowest validation loss) or latest.
+      data: another source, in the run's tokens; its validation split is read.
+      batch: sequences at a time; changes nothing but memory.
+      json: print JSON.
+    """
+
+    run: tyro.conf.Positional[str]
+    runs: Path = Path("runs")
+    step: Step = "best"
+    data: str | None = None
+    batch: int | None = None
+    json: bool = False
+    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+
+
+@dataclass(frozen=True)
+class SampleFlags:
+    """Continues prompts, on one device unless told otherwise.
+
+    Attributes:
+      run: name or path of a run.
+      runs: the directory that holds runs.
+      step: a saved step, best (lowest validation loss) or latest.
+      prompt: a text to continue, as the start of a document; may be repeated. None given: starts from nothing.
+      ids: a prompt of token ids, for a run without a tokenizer.
+    """
+
+    run: tyro.conf.Positional[str]
+    runs: Path = Path("runs")
+    step: Step = "best"
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    ids: tuple[int, ...] = ()
+    sampling: Annotated[SamplingConfig, _Flat] = field(default_factory=SamplingConfig)
+    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+
+
+@dataclass(frozen=True)
+class InspectFlags:
+    """Describes a run, also while it trains; on one device, whatever it trains on.
+
+    Attributes:
+      run: name or path of a run.
+      runs: the directory that holds runs.
+    """
+
+    run: tyro.conf.Positional[str]
+    runs: Path = Path("runs")
+
+
+def parse(
+    kind: type[_Flags], command: str, words: list[str], default: _Flags | None = None
+) -> _Flags:
+    """The flags of a command. Raises UserError for what cannot be parsed; --help exits."""
+    name = Path(sys.argv[0]).name
+    options: dict[str, Any] = {
+        "prog": f"{name if name.endswith('.py') else 'vocabjax'} {command}",
+        "config": (tyro.conf.AvoidSubcommands,),
+        **({} if default is None else {"default": default}),
+    }
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            flags, unknown = tyro.cli(
+                kind, args=words, return_unknown_args=True, compact_help=True, **options
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise UserError(f"{_boxed(errors.getvalue())}; see {command} --help") from None
+        raise
+    if unknown:
+        word, see = unknown[0].partition("=")[0], f"; see {command} --help"
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word!r}{see}")
+        parser = tyro.extras.get_parser(kind, **options)
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        raise UserError(f"unknown flag {word}{_nearest_flag(word, known) or see}")
+    return flags
+
+
+def _nearest_flag(word: str, known: list[str]) -> str:
+    """`--lr` → `; did you mean '--optim.lr' …?`: flags of the same last name first, then those spelt alike; or ""."""
+
+    def last(flag: str) -> str:
+        return flag.lstrip("-").rpartition(".")[2].replace("_", "-")
+
+    same = sorted((flag for flag in known if last(flag) == last(word)), key=len)
+    if same:
+        return f"; did you mean {' or '.join(map(repr, same[:3]))}?"
+    ending = nearest(word, (flag for flag in known if flag.startswith("--")))
+    return "" if ending.startswith("; known") else ending
+
+
+def with_parts(config: Config, words: list[str]) -> Config:
+    """The config with the kinds of head and input that --head and --input ask for: their fields become the flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--head")
+    parser.add_argument("--input")
+    try:
+        asked = parser.parse_known_args(words)[0]
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from error
+    vocab = config.vocab
+    if asked.head is not None:
+        vocab = replace(vocab, head=_switch("--head", HeadConfig, vocab.head, asked.head))
+    if asked.input is not None:
+        vocab = replace(vocab, input=_switch("--input", InputConfig, vocab.input, asked.input))
+    return replace(config, vocab=vocab)
+
+
+def _switch(flag: str, base: type[PartConfig], part: Any, kind: str) -> Any:
+    kinds: dict[str, Any] = {cls.kind: cls for cls in concrete(base)}
+    if kind not in kinds:
+        raise UserError(f"{flag}: unknown kind {kind!r}{nearest(kind, kinds)}")
+    own = {f.name for f in fields(part)}
+    shared = {f.name: getattr(part, f.name) for f in fields(kinds[kind]) if f.name in own}
+    return kinds[kind](**shared)
+
+
+def _boxed(text: str) -> str:
+    """The message inside the box that tyro draws around an error."""
+    body = " ".join(line.strip("│ ") for line in text.splitlines() if line.startswith("│"))
+    return body.split("─")[0].removeprefix("Error parsing ").strip(" .") or text

@@ -1,0 +1,366 @@
+"""Trains a config in a run directory: resumes by itself, evaluates, checkpoints, and stops cleanly when told to."""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from vocabjax.checkpoint import BEST_METRIC, Checkpoints
+from vocabjax.config import Config
+from vocabjax.data import Batch, Dataset, TokenStream, prepare, train_batches, windows_per_pass
+from vocabjax.errors import IdError, UserError
+from vocabjax.evaluate import Evaluation, Evaluator
+from vocabjax.log import Log, read_metrics
+from vocabjax.mesh import Layout
+from vocabjax.model import Blueprint
+from vocabjax.optim import make_optimizer
+from vocabjax.plot import plot_run
+from vocabjax.runs import Run, summary_dict
+from vocabjax.step import Metrics, State, abstract_state, init_state, make_step, to_device
+
+
+class Interrupted(Exception):
+    """The run was told to stop (SIGTERM, SIGINT), has saved its state, and can be resumed."""
+
+    def __init__(self, name: str, step: int, signal_number: int) -> None:
+        super().__init__(f"{name}: stopped and saved at step {step}; run the same command to resume")
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a finished run.
+
+    Attributes:
+      parameters, vocab_parameters, trunk_parameters: counts without padding.
+      train_flops: model FLOPs of the whole run (see `Blueprint.train_flops`).
+      tokens: targets trained on; passes: over the training windows.
+      tokens_per_second: median of the logged speeds.
+      validation: the whole validation split, at the end.
+      training: as many tokens of the training split, at the end, with the same weights.
+      gap: validation loss − training loss, nats.
+    """
+
+    name: str
+    parameters: int
+    vocab_parameters: int
+    trunk_parameters: int
+    train_flops: int
+    tokens: int
+    passes: float
+    tokens_per_second: float
+    validation: Evaluation
+    training: Evaluation
+    gap: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config made concrete: data, model and optimiser, nothing allocated."""
+
+    config: Config
+    dataset: Dataset
+    layout: Layout
+    blueprint: Blueprint
+    optimizer: optax.GradientTransformation
+
+    @staticmethod
+    def of(config: Config, layout: Layout) -> "Setup":
+        """Prepares the data and checks that everything fits together.
+
+        Raises:
+          UserError: what does not fit, and how to mend it.
+        """
+        check_fit(config, layout)
+        dataset = prepare(config.data)
+        config = config.with_size(dataset.size)
+        blueprint = Blueprint(config.vocab, config.trunk, layout)
+        optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
+        return Setup(config, dataset, layout, blueprint, optimizer)
+
+
+def check_fit(config: Config, layout: Layout) -> None:
+    """Refuses what cannot work, as far as it shows without data. Raises UserError."""
+    config.check()
+    layout.require(
+        "train.batch / train.accumulate", "batch", config.train.batch // config.train.accumulate
+    )
+    layout.require("data.length", "seq", config.data.length)
+
+
+def train(
+    config: Config,
+    directory: Path,
+    layout: Layout,
+    *,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Trains to the end and returns the summary as plain values; a finished run only returns it.
+
+    A directory with checkpoints of the same config is resumed, exactly: same parameters, same batches.
+
+    Raises:
+      UserError: bad settings or data, or a loss that is not finite.
+      IdError: an id or label that does not exist; found one step late, when the device's count arrives.
+      Interrupted: after saving, on SIGTERM or SIGINT.
+    """
+    with jax.set_mesh(layout.mesh):
+        setup = Setup.of(config, layout)
+        run = _open(directory, setup)
+        done = run.summary()
+        if done is not None:
+            return done
+        trainer = _Trainer(setup, run, tensorboard, wandb, quiet)
+        with contextlib.closing(trainer):
+            summary = summary_dict(trainer.run())
+        if jax.process_index() == 0:
+            run.finish(summary)
+        return summary
+
+
+def _open(directory: Path, setup: Setup) -> Run:
+    """The run. Process 0 makes its directory before the others look, and all fail together."""
+    if jax.process_count() == 1:
+        return Run.create(directory, setup.config, setup.dataset)
+    from jax.experimental import multihost_utils
+
+    error: UserError | None = None
+    if jax.process_index() == 0:
+        try:
+            Run.create(directory, setup.config, setup.dataset)
+        except UserError as refusal:
+            error = refusal
+    refused = bool(multihost_utils.broadcast_one_to_all(np.int32(error is not None)))
+    if error is not None:
+        raise error
+    if refused:
+        raise UserError(f"process 0 cannot use {directory}; it says why")
+    return Run.create(directory, setup.config, setup.dataset)
+
+
+class _Trainer:
+    def __init__(
+        self, setup: Setup, run: Run, tensorboard: bool, wandb: bool, quiet: bool
+    ) -> None:
+        self.setup, self.run_directory = setup, run
+        self.config = setup.config
+        self.layout, self.blueprint = setup.layout, setup.blueprint
+        settings = self.config.train
+        index, count = self.layout.process_share()
+        self.batches = train_batches(
+            setup.dataset.train,
+            length=self.config.data.length,
+            batch=settings.batch,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+            process_index=index,
+            process_count=count,
+        )
+        self.checkpoints = Checkpoints(
+            run.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best
+        )
+        self.logical = {"vocab": self.blueprint.sizes.logical}
+        self.state = self._start()
+        self.start = int(self.state.step)
+        self.step_fn = make_step(self.blueprint, setup.optimizer)
+        self.evaluator = Evaluator(self.blueprint, setup.dataset.counts_V)
+        self.tokens_per_step = settings.batch * self.config.data.length
+        self.log = Log(
+            run.directory,
+            name=run.name,
+            steps=settings.steps,
+            start=self.start,
+            tokens_per_step=self.tokens_per_step,
+            tensorboard=tensorboard,
+            wandb=wandb,
+            active=jax.process_index() == 0,
+            quiet=quiet,
+        )
+        self.pending: tuple[int, Metrics, Batch] | None = None
+        self.window: list[Metrics] = []
+
+    def close(self) -> None:
+        self.checkpoints.close()
+
+    def _start(self) -> State:
+        if self.checkpoints.latest() is None:
+            return init_state(self.blueprint, self.setup.optimizer, self.config.train.seed)
+        state: State = self.checkpoints.restore(
+            abstract_state(self.blueprint, self.setup.optimizer),
+            self.batches,
+            axes={info.path: info.axes for info in self.blueprint.infos.values()},
+            logical=self.logical,
+        )
+        return state
+
+    def run(self) -> Summary:
+        settings = self.config.train
+        with self.log, _stop_signals() as stop:
+            if self.start:
+                self.log.say(f"{self.run_directory.name}  resumed at step {self.start}")
+            evaluation = self._evaluate(0) if self.start == 0 else None
+            for step in range(self.start + 1, settings.steps + 1):
+                host = next(self.batches)
+                batch = to_device(self.layout, host, None, "batch", "seq")
+                self.state, metrics = self.step_fn(self.state, batch)
+                self._settle()
+                self.pending = (step, metrics, host)
+                self.log.advance(step)
+                if step == self.start + 1:
+                    self._settle()
+                    self.log.resume_clock(step)  # the first step compiled
+                is_last = step == settings.steps
+                stopped = self._stopped(stop, step)
+                evaluation = None
+                if is_last or step % settings.eval_every == 0:
+                    self._settle(flush=True)
+                    evaluation = self._evaluate(step)
+                if is_last or stopped or step % settings.checkpoint_every == 0:
+                    self._settle(flush=True)
+                    self._save(step, evaluation)
+                if stopped and not is_last:
+                    self.checkpoints.wait()
+                    raise Interrupted(self.run_directory.name, step, stop.signal_number)
+            if evaluation is None:  # killed between the last checkpoint and the summary
+                evaluation = self._evaluate(settings.steps)
+            self.checkpoints.wait()
+        if jax.process_index() == 0:
+            plot_run(self.run_directory.directory)
+        return self._summary(*evaluation)
+
+    def _settle(self, flush: bool = False) -> None:
+        """Reads the metrics of the step before (one step late, so that the device never waits for the host)."""
+        if self.pending is not None:
+            step, metrics, host = self.pending
+            self.pending = None
+            values = jax.tree.map(float, metrics)
+            if values.invalid:
+                self._raise_invalid(step, host)
+            if not math.isfinite(values.loss):
+                raise UserError(
+                    f"the loss of step {step} is {values.loss}: lower --optim.lr, or lengthen --optim.warmup; the last "
+                    f"checkpoint is of step {self.checkpoints.latest()}"
+                )
+            self.window.append(values)
+            self.settled = step
+        if self.window and (flush or self.settled % self.config.train.log_every == 0):
+            mean = Metrics(*np.mean(self.window, axis=0).tolist())
+            self.window = []
+            self.log.train(
+                self.settled,
+                {
+                    "tokens": self.settled * self.tokens_per_step,
+                    "train_loss": mean.nll,
+                    "objective": mean.loss,
+                    "lse2": mean.lse2,
+                    "gradient_norm": mean.gradient_norm,
+                },
+            )
+
+    def _raise_invalid(self, step: int, host: Batch) -> None:
+        where = f"training batch of step {step}"
+        try:
+            self.blueprint.sizes.check_ids(host["ids"])
+            self.blueprint.sizes.check_labels(host["targets"])
+        except IdError as error:
+            raise IdError(f"{where}: {error}") from None
+        raise IdError(f"{where}: another process read an id or label that does not exist")
+
+    def _evaluate(self, step: int) -> tuple[Evaluation, Evaluation]:
+        dataset, data = self.setup.dataset, self.config.data
+        sample = replace(
+            dataset.train, tokens=dataset.train.tokens[: len(dataset.validation.tokens)], bytes=None
+        )
+        batch = self.config.train.batch // self.config.train.accumulate
+        validation, training = (
+            self.evaluator(self.state.params, stream, data.length, batch)
+            for stream in (dataset.validation, sample)
+        )
+        values = {
+            "tokens": step * self.tokens_per_step,
+            BEST_METRIC: validation.loss,
+            "training_sample_loss": training.loss,
+        }
+        if validation.bits_per_byte is not None:
+            values["validation_bits_per_byte"] = validation.bits_per_byte
+        self.log.evaluation(step, values)
+        self.log.resume_clock(step)
+        return validation, training
+
+    def _save(self, step: int, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
+        if self.checkpoints.latest() == step:
+            return
+        metrics = {BEST_METRIC: evaluation[0].loss} if evaluation else None
+        self.checkpoints.save(
+            step, self.state, self.batches, logical=self.logical, metrics=metrics
+        )
+        self.log.resume_clock(step)
+
+    def _stopped(self, stop: "_Stop", step: int) -> bool:
+        if jax.process_count() == 1:
+            return stop.signal_number != 0
+        # All processes must leave at the same step; JAX's service tells them of each other's SIGTERM.
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+
+    def _summary(self, validation: Evaluation, training: Evaluation) -> Summary:
+        settings, data = self.config.train, self.config.data
+        tokens = settings.steps * self.tokens_per_step
+        per_pass = windows_per_pass(self.setup.dataset.train, data.length) * data.length
+        lines = read_metrics(self.run_directory.directory / "metrics.jsonl")
+        speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+        return Summary(
+            name=self.run_directory.name,
+            parameters=self.blueprint.count(),
+            vocab_parameters=self.blueprint.count("vocab/"),
+            trunk_parameters=self.blueprint.count("trunk/"),
+            train_flops=self.blueprint.train_flops(data.length) * tokens,
+            tokens=tokens,
+            passes=tokens / per_pass,
+            tokens_per_second=float(np.median(speeds)) if speeds else math.nan,
+            validation=validation,
+            training=training,
+            gap=validation.loss - training.loss,
+        )
+
+
+class _Stop:
+    signal_number = 0
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """Notes SIGTERM and SIGINT instead of dying; a second SIGINT dies. Only in a main thread."""
+    stop = _Stop()
+    if jax.process_count() > 1:  # SIGTERM is JAX's: it tells all processes, see `_stopped`
+        stop.signal_number = signal.SIGTERM
+        yield stop
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        stop.signal_number = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        previous = [signal.signal(number, note) for number in numbers]
+    except ValueError:  # not the main thread: the host program owns the signals
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
