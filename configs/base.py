@@ -17,7 +17,7 @@ from vocabjax.vocab.interfaces import Objective
 config = Config(
     vocab=VocabConfig(
         size=None,  # what the tokenizer really has
-        width=128,
+        width=64,
         multiple=128,
         banned=(),
         dtype="float32",
@@ -30,7 +30,7 @@ config = Config(
         layers=4,
         heads=4,
         kv_heads=2,
-        ffn=384,
+        ffn=192,
         head_dim=None,
         qk_norm=False,
         rope_theta=10_000.0,
@@ -43,13 +43,13 @@ config = Config(
         length=128,
         validation=0.1,
         max_train_tokens=None,
-        max_validation_tokens=50_000,
+        max_validation_tokens=25_000,
         seed=0,
     ),
     optim=OptimConfig(
         lr=3e-3,
         schedule="cosine",
-        warmup=50,
+        warmup=20,
         final_lr=0.1,
         weight_decay=0.1,
         b1=0.9,
@@ -58,7 +58,7 @@ config = Config(
         vector=GroupConfig(weight_decay=0.0),
     ),
     train=TrainConfig(
-        steps=300,
+        steps=200,
         batch=16,
         accumulate=1,
         seed=0,

@@ -1,13 +1,39 @@
-"""Eight CPU devices, and a compilation cache shared by all tests."""
+"""Eight CPU devices, a compilation cache shared by all tests, and a small corpus."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-# Before jax is imported: the flag is read once. Appended, so that the caller's own flags survive.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+import pytest
+
+# Before jax is imported: flags are read once. Appended, so that the caller's own survive. Programs here are tiny and run
+# a few times: optimising them would take most of the suite's time.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A .jsonl of sixty documents in an invented language of forty words; its cache dies with it."""
+    import numpy as np
+
+    directory = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("aeiklmnoprst"), 5)) for _ in range(40)]
+    documents = [" ".join(random.choice(words, 30)) for _ in range(60)]
+    path = directory / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOCABJAX_CACHE", str(directory / "cache"))
+        yield path

@@ -11,9 +11,7 @@ from vocabjax.mesh import Layout, make_mesh, parse_mesh
 _MESHES = ("data=1,model=1", "model=8", "data=2,model=4", "data=8", "data=2,seq=2,model=2")
 _RULES = {"data=2,seq=2,model=2": {"vocab": ("model", "data"), "seq": ("seq",)}}
 
-EXPLICIT = tuple(f"{mesh} explicit" for mesh in _MESHES)
-AUTO = tuple(f"{mesh} auto" for mesh in _MESHES)
-EVERYWHERE = ("none", *EXPLICIT, *AUTO)
+EVERYWHERE = ("none", *(f"{mesh} {kind}" for kind in ("explicit", "auto") for mesh in _MESHES))
 SOME = ("none", "data=2,model=4 explicit", "data=2,seq=2,model=2 auto")
 
 

@@ -53,7 +53,7 @@ def full_pass() -> Any:
     )
 
 
-@pytest.mark.parametrize("mesh", [ONE, "model=8", WIDE])
+@pytest.mark.parametrize("mesh", [ONE, WIDE])
 def test_greedy_is_the_argmax_of_repeated_full_passes(mesh: str) -> None:
     new = run(mesh, PROMPTS, GREEDY)
     ids_BT = np.zeros((3, 24), np.int32)  # padded at the end, where causality hides it

@@ -149,7 +149,9 @@ def _dry_run(config: Config, layout: Layout) -> None:
             )
         )
         print(describe.section("optimiser groups", describe.group_text(config.optim, blueprint)))
-    print(f"{flops:,} training FLOPs per token; {note}. Dry run: nothing was allocated or written.")
+    print(
+        f"{flops:,} training FLOPs per token; {note}. Dry run: no parameter was allocated, no run made."
+    )
 
 
 def _eval(words: list[str]) -> None:
@@ -159,7 +161,11 @@ def _eval(words: list[str]) -> None:
     with jax.set_mesh(layout.mesh):
         config = run.config()
         dataset = run_data(run, config, flags.data)
-        batch = flags.batch or config.train.batch // config.train.accumulate
+        batch = (
+            config.train.batch // config.train.accumulate if flags.batch is None else flags.batch
+        )
+        if batch < 1:
+            raise UserError(f"--batch = {batch} must be at least 1")
         layout.require("--batch", "batch", batch)
         loaded = load_run(run, layout, flags.step)
         evaluator = Evaluator(loaded.blueprint, run.counts())

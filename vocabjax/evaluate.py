@@ -108,7 +108,8 @@ class Evaluator:
         ):
             self.blueprint.sizes.check_ids(host["ids"])
             self.blueprint.sizes.check_labels(host["targets"])
-            bins = np.where(host["targets"] >= 0, self.bins[:, host["targets"]], -1)
+            real = host["targets"] >= 0
+            bins = np.where(real, self.bins[:, np.where(real, host["targets"], 0)], -1)
             batch_arrays = {**host, "by_mass": bins[0], "by_type": bins[1]}
             sums = self._sums(params, to_device(layout, batch_arrays, "batch", "seq"))
             nll += np.asarray(sums[0], np.float64)

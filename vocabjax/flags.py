@@ -6,6 +6,7 @@ Flags are the fields of frozen dataclasses, so that every setting of a `Config` 
 import argparse
 import contextlib
 import io
+import re
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -138,8 +139,10 @@ def parse(
         word, see = unknown[0].partition("=")[0], f"; see {command} --help"
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}{see}")
-        parser = tyro.extras.get_parser(kind, **options)
-        known = [flag for action in parser._actions for flag in action.option_strings]
+        listing = io.StringIO()
+        with contextlib.redirect_stdout(listing), contextlib.suppress(SystemExit):
+            tyro.cli(kind, args=["--help"], compact_help=True, **options)
+        known = re.findall(r"(?<!\S)--[a-z][\w.-]*", listing.getvalue())
         raise UserError(f"unknown flag {word}{_nearest_flag(word, known) or see}")
     return flags
 

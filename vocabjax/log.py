@@ -35,8 +35,9 @@ class Metrics:
     """`metrics.jsonl`: one JSON object a line, `{"step": …, "tokens": …, …}`, appended and flushed."""
 
     def __init__(self, path: Path, resume_from: int) -> None:
-        """Drops the lines after step `resume_from`, and a line that a kill cut short."""
-        kept = [line for line in read_metrics(path) if line["step"] <= resume_from]
+        """Drops the lines after step `resume_from` (0: all of them), and a line that a kill cut short."""
+        lines = read_metrics(path) if resume_from else []
+        kept = [line for line in lines if line["step"] <= resume_from]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(temporary, path)

@@ -211,7 +211,7 @@ class Layout:
         """
         shards = self.shards("batch")
         where = self.sharding("batch").addressable_devices_indices_map((shards,))
-        held = sorted({index[0].indices(shards)[0] for index in where.values()})
+        held = sorted({index[0].indices(shards)[0] for index in where.values() if index})
         first, size = held[0], len(held)
         if held != list(range(first, first + size)) or first % size or shards % size:
             raise UserError(

@@ -69,7 +69,7 @@ class LanguageModel(nnx.Module):
         return self.trunk.init_cache(batch, length, self.vocab.dtype, self.vocab.memories)
 
 
-Params = dict[str, Any]
+Params = dict[Any, Any]  # nested: a module's attribute names, and the indices of its lists
 
 
 class Blueprint:
@@ -90,7 +90,12 @@ class Blueprint:
 
     def init(self, seed: int) -> Params:
         """Fresh parameters, each device drawing its own shards."""
-        params: Params = nnx.to_pure_dict(nnx.state(self._build(jax.random.key(seed))))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract())
+        # One program for all of them: compiling one for each would take longer than drawing them.
+        draw = jax.jit(
+            lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=shardings
+        )
+        params: Params = draw(jax.random.key(seed))
         return params
 
     def bind(self, params: Params) -> LanguageModel:
@@ -122,7 +127,7 @@ class Blueprint:
         """The parameters' shapes, dtypes and shardings."""
         tree: Params = {}
         for info in self.infos.values():
-            *parents, name = [int(p) if p.isdigit() else p for p in info.path.split("/")]
+            *parents, name = (int(p) if p.isdigit() else p for p in info.path.split("/"))
             node = tree
             for parent in parents:
                 node = node.setdefault(parent, {})

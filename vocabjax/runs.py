@@ -1,10 +1,10 @@
 """A run's directory: what was trained, with what code, and how it went.
 
-    config.json       the configuration, V filled in          metrics.jsonl    one line per logged step
-    data.json         fingerprint and sizes of the data       checkpoints/     Orbax
-    tokenizer.json    the tokenizer (none for tokens: data)   curves.png       losses against tokens
-    counts.npy        int64 [V], training counts              summary.json     written last: the run is finished
-    code.json         versions, commit, command; code.patch   uncommitted changes
+config.json       the configuration, V filled in          metrics.jsonl    one line per logged step
+data.json         fingerprint and sizes of the data       checkpoints/     Orbax
+tokenizer.json    the tokenizer (none for tokens: data)   curves.png       losses against tokens
+counts.npy        int64 [V], training counts              summary.json     written last: the run is finished
+code.json         versions, commit, command; code.patch   uncommitted changes
 """
 
 import json

@@ -67,8 +67,8 @@ def init_state(blueprint: Blueprint, optimizer: optax.GradientTransformation, se
     return State(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
 
 
-def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> State:
-    """Shapes, dtypes and shardings of the state, without allocating it."""
+def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> Any:
+    """A `State` of shapes, dtypes and shardings, without allocating it."""
     params = blueprint.abstract()
     replicated = blueprint.layout.sharding()
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
@@ -77,7 +77,7 @@ def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation
         jax.eval_shape(optimizer.init, params),
         state_shardings(optimizer, params),
     )
-    return State(step, params, moments)
+    return State(step, params, moments)  # type: ignore[arg-type]  # stands for arrays
 
 
 def make_step(

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,10 @@ import optax
 
 from vocabjax.checkpoint import BEST_METRIC, Checkpoints
 from vocabjax.config import Config
-from vocabjax.data import Batch, Dataset, TokenStream, prepare, train_batches, windows_per_pass
+from vocabjax.data import Batch, Dataset, prepare, train_batches, windows_per_pass
 from vocabjax.errors import IdError, UserError
 from vocabjax.evaluate import Evaluation, Evaluator
-from vocabjax.log import Log, read_metrics
+from vocabjax.log import Log, Scalars, read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
@@ -32,7 +31,9 @@ class Interrupted(Exception):
     """The run was told to stop (SIGTERM, SIGINT), has saved its state, and can be resumed."""
 
     def __init__(self, name: str, step: int, signal_number: int) -> None:
-        super().__init__(f"{name}: stopped and saved at step {step}; run the same command to resume")
+        super().__init__(
+            f"{name}: stopped and saved at step {step}; run the same command to resume"
+        )
         self.signal_number = signal_number
 
 
@@ -87,6 +88,20 @@ class Setup:
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         return Setup(config, dataset, layout, blueprint, optimizer)
 
+    def batches(self) -> Any:
+        """This process's training batches, from the first. Raises UserError when the text is too short for one."""
+        settings = self.config.train
+        index, count = self.layout.process_share()
+        return train_batches(
+            self.dataset.train,
+            length=self.config.data.length,
+            batch=settings.batch,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+            process_index=index,
+            process_count=count,
+        )
+
 
 def check_fit(config: Config, layout: Layout) -> None:
     """Refuses what cannot work, as far as it shows without data. Raises UserError."""
@@ -117,11 +132,12 @@ def train(
     """
     with jax.set_mesh(layout.mesh):
         setup = Setup.of(config, layout)
+        batches = setup.batches()
         run = _open(directory, setup)
         done = run.summary()
         if done is not None:
             return done
-        trainer = _Trainer(setup, run, tensorboard, wandb, quiet)
+        trainer = _Trainer(setup, run, batches, tensorboard, wandb, quiet)
         with contextlib.closing(trainer):
             summary = summary_dict(trainer.run())
         if jax.process_index() == 0:
@@ -151,22 +167,13 @@ def _open(directory: Path, setup: Setup) -> Run:
 
 class _Trainer:
     def __init__(
-        self, setup: Setup, run: Run, tensorboard: bool, wandb: bool, quiet: bool
+        self, setup: Setup, run: Run, batches: Any, tensorboard: bool, wandb: bool, quiet: bool
     ) -> None:
         self.setup, self.run_directory = setup, run
         self.config = setup.config
         self.layout, self.blueprint = setup.layout, setup.blueprint
         settings = self.config.train
-        index, count = self.layout.process_share()
-        self.batches = train_batches(
-            setup.dataset.train,
-            length=self.config.data.length,
-            batch=settings.batch,
-            accumulate=settings.accumulate,
-            seed=settings.seed,
-            process_index=index,
-            process_count=count,
-        )
+        self.batches = batches
         self.checkpoints = Checkpoints(
             run.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best
         )
@@ -188,7 +195,7 @@ class _Trainer:
             quiet=quiet,
         )
         self.pending: tuple[int, Metrics, Batch] | None = None
-        self.window: list[Metrics] = []
+        self.window: list[Scalars] = []
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -244,27 +251,27 @@ class _Trainer:
         if self.pending is not None:
             step, metrics, host = self.pending
             self.pending = None
-            values = jax.tree.map(float, metrics)
-            if values.invalid:
+            values = {name: float(value) for name, value in metrics._asdict().items()}
+            if values["invalid"]:
                 self._raise_invalid(step, host)
-            if not math.isfinite(values.loss):
+            if not math.isfinite(values["loss"]):
                 raise UserError(
-                    f"the loss of step {step} is {values.loss}: lower --optim.lr, or lengthen --optim.warmup; the last "
+                    f"the loss of step {step} is {values['loss']}: lower --optim.lr, or lengthen --optim.warmup; the last "
                     f"checkpoint is of step {self.checkpoints.latest()}"
                 )
             self.window.append(values)
             self.settled = step
         if self.window and (flush or self.settled % self.config.train.log_every == 0):
-            mean = Metrics(*np.mean(self.window, axis=0).tolist())
+            mean = {name: float(np.mean([m[name] for m in self.window])) for name in self.window[0]}
             self.window = []
             self.log.train(
                 self.settled,
                 {
                     "tokens": self.settled * self.tokens_per_step,
-                    "train_loss": mean.nll,
-                    "objective": mean.loss,
-                    "lse2": mean.lse2,
-                    "gradient_norm": mean.gradient_norm,
+                    "train_loss": mean["nll"],
+                    "objective": mean["loss"],
+                    "lse2": mean["lse2"],
+                    "gradient_norm": mean["gradient_norm"],
                 },
             )
 
@@ -302,9 +309,7 @@ class _Trainer:
         if self.checkpoints.latest() == step:
             return
         metrics = {BEST_METRIC: evaluation[0].loss} if evaluation else None
-        self.checkpoints.save(
-            step, self.state, self.batches, logical=self.logical, metrics=metrics
-        )
+        self.checkpoints.save(step, self.state, self.batches, logical=self.logical, metrics=metrics)
         self.log.resume_clock(step)
 
     def _stopped(self, stop: "_Stop", step: int) -> bool:

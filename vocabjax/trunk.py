@@ -289,9 +289,8 @@ def _scan_segment(
         caches: dict[int, list[Any]] = {i: [] for i in attached}
         for j in range(segment.period):
             here = tuple(i for i in attached if segment.start + j in memories[i].layers)
-            taken = {i: jax.tree.map(lambda a, at=len(caches[i]): a[at], state[i]) for i in here}
-            one = functools.partial(jax.tree.map, lambda a, at=j: a[at])
-            x, kv_j, caches_j = layer(here, x, one(params), one(kv), taken)
+            taken = {i: _slice_at(state[i], len(caches[i])) for i in here}
+            x, kv_j, caches_j = layer(here, x, _slice_at(params, j), _slice_at(kv, j), taken)
             kv_out.append(kv_j)
             for i in here:
                 caches[i].append(caches_j[i])
@@ -309,6 +308,10 @@ def _scan_segment(
             for i in range(len(memories))
         ),
     )
+
+
+def _slice_at(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda a: a[index], tree)
 
 
 def _regroup(a: jax.Array, leading: int, sizes: tuple[int, ...]) -> jax.Array:
@@ -358,7 +361,7 @@ def _layer(
         q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
     q = rope(q, tokens.position_BT, config.rope_theta)
     k = rope(k, tokens.position_BT, config.rope_theta)
-    if kv is not None:
+    if kv is not None and start is not None:
         k = lax.dynamic_update_slice_in_dim(kv[0], k.astype(kv[0].dtype), start, 1)
         v = lax.dynamic_update_slice_in_dim(kv[1], v.astype(kv[1].dtype), start, 1)
     attended = attention(

@@ -1,0 +1,526 @@
+"""The command line, from configs to exit codes. Most of it runs in this process, on the eight devices of conftest."""
+
+import ast
+import errno
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from vocabjax import UserError, __version__, cli
+from vocabjax.find import load_config
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
+STEPS = 6
+SMALL = (
+    "--vocab.width 16 --trunk.layers 1 --trunk.heads 2 --trunk.kv-heads 1 --trunk.ffn 16 --data.vocab-size 300 "
+    f"--data.length 16 --train.batch 8 --train.steps {STEPS} --train.eval-every 3 --train.checkpoint-every 3 "
+    "--train.log-every 1 --optim.warmup 2"
+).split()
+
+
+def run(*words: str | Path) -> int:
+    """The exit code of a command."""
+    try:
+        return cli.main([str(word) for word in words])
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    """The command in a process of its own, which simulates its own devices."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jax_started() -> Iterator[None]:
+    # Or the first --devices here would decide how many devices the other tests have.
+    assert len(jax.devices()) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A .jsonl of sixty documents in an invented language of forty words; its cache dies with it."""
+    directory = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("aeiklmnoprst"), 5)) for _ in range(40)]
+    documents = [" ".join(random.choice(words, 30)) for _ in range(60)]
+    path = directory / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOCABJAX_CACHE", str(directory / "cache"))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one finished run, `done`."""
+    directory = tmp_path_factory.mktemp("runs")
+    assert run(*train(corpus, directory, "done"), "--devices", "1") == 0
+    return directory
+
+
+def train(corpus: Path, runs: Path, name: str) -> list[str | Path]:
+    where = ["--runs", runs, "--name", name, "--quiet"]
+    return ["train", "tied", *SMALL, "--data.source", f"files:{corpus}", *where]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """The one line that a refused command prints; its exit code is 2."""
+    capsys.readouterr()
+    assert run(*words) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert printed.out == "" and "Traceback" not in printed.err
+    return printed.err
+
+
+# Configs
+
+
+def test_configs_are_listed_with_their_summaries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("configs") == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:]]
+    docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text())) for path in CONFIGS}
+    assert lines == [[name, str(text).splitlines()[0]] for name, text in docstrings.items()]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_is_short_and_says_what_to_expect(path: Path) -> None:
+    source = path.read_text()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    summary, command, expectation = docstring.split("\n\n")
+    assert "\n" not in summary and summary.endswith(".")
+    assert command.strip() == f"python run.py train {path.stem}"
+    assert re.match(r"Expect: .*\d", expectation)  # a number, measured
+    code = [line for line in source.split('"""')[2].splitlines() if line.strip()]
+    assert path.stem == "base" or len(code) <= 15
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_dry_runs(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    V = 300
+    assert run("train", path.stem, "--dry-run", "--vocab.size", str(V), "--devices", "1") == 0
+    config = load_config(path.stem)[1]
+    D, trunk = config.vocab.width, config.trunk
+    L, F, N, G, K = trunk.layers, trunk.ffn, trunk.heads, trunk.kv_heads, D // trunk.heads
+    in_trunk = L * (D * K * (2 * N + 2 * G) + 3 * D * F + 2 * D) + D
+    in_vocab = {"untied": 2 * V * D, "untied_bias": 2 * V * D + V, "tied_layernorm": V * D + 2 * D}
+    vocab = in_vocab.get(path.stem, V * D)
+    out = capsys.readouterr().out
+    assert (
+        f"{in_trunk + vocab:,} parameters: {vocab:,} in the vocabulary, {in_trunk:,} in the trunk"
+        in out
+    )
+    assert "the data were not read" in out
+    assert tree(tmp_path) == {}
+
+
+def test_a_dry_run_counts_what_one_device_holds_and_allocates_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = (
+        "train untied --dry-run --vocab.size 1000001 --vocab.width 8192 --vocab.multiple 128 --trunk.layers 80 "
+        "--trunk.heads 64 --trunk.kv-heads 8 --trunk.ffn 28672 --devices 8 --mesh data=2,model=4 --rules fsdp"
+    )
+    assert run(*words.split()) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if "float32" in line}
+    padded = -(-1_000_001 // 512) * 512  # a multiple of 128 on each of four shards
+    assert rows["vocab/head/table"][1] == f"{padded}×8192"
+    assert rows["vocab/head/table"][-2:] == ["head", f"{padded * 8192 * 4 // 4:,}"]
+    assert rows["trunk/layers/up"][-2:] == ["matrix", f"{80 * 8192 * 28672 * 4 // 8:,}"]
+    assert "data=2, model=4 on 8" in out
+    assert re.search(r"^  embed +adamw +[\d,]+ .*vocab/input/table$", out, re.MULTILINE)
+
+
+def test_flags_reach_every_part(
+    capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
+) -> None:
+    words = (
+        "train tied --dry-run --vocab.head.softcap 30 --vocab.input.norm layernorm --vocab.input.scale 2.5 "
+        "--optim.tied.lr 5 --optim.clip None --vocab.banned 1 2 --trunk.qk-norm --devices 1 --data.vocab-size 300"
+    )
+    assert run(*words.split(), "--data.source", f"files:{corpus}") == 0
+    out = capsys.readouterr().out
+    for setting in (
+        "softcap=30.0", "norm=layernorm", "scale=2.5", "lr=5.0", "clip=None", "banned=[1, 2]", "qk_norm=True",
+    ):  # fmt: skip
+        assert setting in out
+    assert "was read from the prepared data" in out
+
+
+def test_another_kind_of_head_keeps_the_shared_settings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        '"""Mine."""\nfrom dataclasses import replace\nfrom vocabjax import TiedHead\n'
+        "from vocabjax.configs.base import config as base\n"
+        "config = replace(base, vocab=replace(base.vocab, size=300, head=TiedHead(softcap=7.0)))\n"
+    )
+    words = ["train", mine, "--dry-run", "--devices", "1", "--head", "untied"]
+    assert run(*words, "--vocab.head.std", "0.5") == 0
+    assert "kind=untied  bias=False  scale=1.0  softcap=7.0  std=0.5" in capsys.readouterr().out
+
+
+def test_help_is_grouped_and_carries_the_configs_own_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("train", "untied", "--help") == 0
+    out = capsys.readouterr().out
+    assert "vocab.head options" in out and re.search(r"--train.steps INT +\(default: 200\)", out)
+    assert "--vocab.head.std" in out  # an untied head's own
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("train", "eval", "sample", "inspect", "experiment"))
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"vocabjax {__version__}\n"
+
+
+# Refusals
+
+TRAIN = ["train", "tied", *SMALL, "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("trian tied", "unknown command 'trian'; did you mean 'train'?"),
+        ("train tide", "no config 'tide'; did you mean 'tied'"),
+        ("train", "train needs a config first"),
+        ("train none.py", "no config none.py"),
+        ("train none.json", "cannot read none.json"),
+        ("train tied --vocab.widht 3", "unknown flag --vocab.widht; did you mean '--vocab.width'"),
+        ("train tied --lr 3", "unknown flag --lr; did you mean '--optim.lr'"),
+        ("train tied --zzzzzz", "unknown flag --zzzzzz; see train tied --help"),
+        ("train tied --dry-run yes", "unexpected argument 'yes'"),
+        ("train tied --vocab.width wide", "--vocab.width"),
+        ("train tied --vocab.input.norm layer", "--vocab.input.norm"),
+        ("train tied --data.validation 3", "validation 3.0 must lie between 0 and 1"),
+        ("train tied --head tide", "--head: unknown kind 'tide'; did you mean 'tied'"),
+        ("train tied --name ../elsewhere", "--name '../elsewhere' must be a plain name"),
+        ("train tied --devices 1 --mesh data=3", "mesh data=3 needs 3 devices, but there are 1"),
+        ("train tied --mesh data", "--mesh 'data': cannot read 'data'"),
+        ("train tied --rules fdsp", "unknown rule set 'fdsp'; did you mean 'fsdp'?"),
+        ("train tied --processes 2", "--coordinator, --processes and --process-id go together"),
+        ("train tied --optim.head.lr 5 --devices 1 --vocab.size 300 --dry-run", "the model is tied"),
+        ("eval", "name or path of a run"),
+        ("eval nothing", "no run 'nothing' in runs; known: none"),
+        ("sample nothing", "no run 'nothing'"),
+        ("inspect nothing", "no run 'nothing'"),
+        ("experiment nothing", "no experiment 'nothing'"),
+        ("configs please", "configs takes no arguments"),
+    ],
+)  # fmt: skip
+def test_bad_words_are_answered_in_one_line(
+    words: str,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in fails(capsys, *words.split())
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--devices 8 --train.batch 12", "= 12 does not divide over the 8 shards of 'batch'"),
+        ("--devices 8 --mesh data=2,model=4", "trunk.heads = 2 does not divide over the 4 shards"),
+        ("--devices 1 --trunk.heads 3", "trunk.heads = 3 must be a multiple of"),
+        ("--devices 1 --vocab.size 10", "vocab.size = 10 is smaller than the tokenizer"),
+        ("--devices 1 --train.batch 4096", "fewer than one batch of 4096"),
+        ("--devices 1 --data.source files:none*.txt", "none*.txt"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_run_is_made(
+    words: str, told: str, capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
+) -> None:
+    tried = [*train(corpus, tmp_path, "new"), "--trunk.kv-heads", "2"]
+    assert told in fails(capsys, *tried, *words.split())
+    assert not (tmp_path / "new" / "config.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe\x80binary"])
+def test_empty_and_binary_text_files_are_refused(
+    content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    words = [*TRAIN, "--devices", "1", "--runs", tmp_path / "runs"]
+    assert "text.txt" in fails(capsys, *words, "--data.source", f"files:{text}")
+    assert tree(tmp_path) == {"text.txt": content}
+
+
+def test_a_config_file_that_fails_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.py"
+    for source, told in (
+        ("import nonsense_module", "ModuleNotFoundError"),
+        ("config = (", "SyntaxError"),
+        ("config = 3", "no `config` of type"),
+        ("from vocabjax.data import DataConfig\nDataConfig(length=0)", "length must be at least 1"),
+    ):
+        bad.write_text(source)
+        line = fails(capsys, "train", bad)
+        assert str(bad) in line and told in line
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(UserError, match="no config 'tide'"):
+        run("train", "tide", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 2, "error: metrics.jsonl: No space"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1, "error: out of memory: lower --train.batch"),
+        (MemoryError(), 1, "error: out of memory"),
+        (UserError("two\n lines"), 2, "error: two lines"),
+    ],
+)  # fmt: skip
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(words: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", broken)
+    assert run("train") == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(told) and printed.count("\n") == 1
+
+
+# A finished run
+
+
+def test_a_finished_run_is_not_trained_again(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(runs)
+    capsys.readouterr()
+    assert run(*train(corpus, runs, "done"), "--devices", "1") == 0
+    out = capsys.readouterr().out
+    summary = json.loads((runs / "done/summary.json").read_text())
+    assert "finished already" in out
+    assert f"loss {summary['validation']['loss']:.4f}" in out
+    assert tree(runs) == before
+
+
+def test_a_run_of_another_config_is_refused(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(runs)
+    words = [*train(corpus, runs, "done"), "--devices", "1", "--optim.lr", "0.5"]
+    assert "optim.lr: 0.003 → 0.5" in fails(capsys, *words)
+    (runs / "other").mkdir()
+    (runs / "other/notes.txt").write_text("mine")
+    assert "is not empty and not a run" in fails(
+        capsys, *train(corpus, runs, "other"), "--devices", "1"
+    )
+    shutil.rmtree(runs / "other")
+    assert tree(runs) == before
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run("eval", *words, "--json") == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_eval_gives_the_numbers_of_training_at_any_batch_size_and_mesh(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(runs)
+    lines = [json.loads(line) for line in (runs / "done/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert set(losses) == {0, 3, STEPS}
+    first = evaluated(capsys, "done", "--runs", runs, "--step", "3")
+    assert first["loss"] == pytest.approx(losses[3], rel=1e-6)
+    latest = evaluated(capsys, "done", "--runs", runs, "--step", "latest")
+    assert latest["step"] == STEPS
+    best = evaluated(capsys, "done", "--runs", runs)
+    assert best["step"] == min((3, STEPS), key=lambda step: losses[step])
+    for words in (["1"], ["2"], ["8"], ["8", "--mesh", "data=8"]):
+        other = evaluated(capsys, "done", "--runs", runs, "--batch", *words)
+        assert other["tokens"] == best["tokens"]
+        assert [other[key] for key in ("nll", "perplexity", "bits_per_byte")] == pytest.approx(
+            [best[key] for key in ("nll", "perplexity", "bits_per_byte")], rel=1e-6
+        )
+    assert tree(runs) == before
+
+
+def test_eval_prints_a_table_and_reads_other_text(
+    runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    capsys.readouterr()
+    assert run("eval", "done", "--runs", runs) == 0
+    out = capsys.readouterr().out
+    summary = json.loads((runs / "done/summary.json").read_text())["validation"]
+    shown = (f"{summary[k]:.4f}" for k in ("loss", "bits_per_byte"))
+    assert all(value in out for value in shown)
+    assert sum(bool(re.match(r" +\d+ ", line)) for line in out.splitlines()) == 10  # deciles
+    other = tmp_path / "other.txt"
+    other.write_text("quite other words, never seen before\n" * 20)
+    result = evaluated(capsys, "done", "--runs", runs, "--data", f"files:{other}")
+    # A lone document is cut at a line's end: the last tenth is two lines.
+    assert result["bytes"] == 2 * len("quite other words, never seen before\n")
+    assert result["source"] == f"files:{other}"
+    assert result["bits_per_byte"] == pytest.approx(result["nll"] / math.log(2) / result["bytes"])
+    assert "no checkpoint of step 5; saved: 3, 6" in fails(
+        capsys, "eval", "done", "--runs", runs, "--step", "5"
+    )
+    assert "--batch = 4 does not divide" in fails(
+        capsys, "eval", "done", "--runs", runs, "--batch", "4", "--mesh", "data=8"
+    )
+
+
+def test_sample_continues_each_prompt(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    words = ["sample", "done", "--runs", runs, "--max-tokens", "8", "--temperature", "0"]
+    assert run(*words, "--prompt", "kilo mast", "--prompt", "né") == 0
+    first, second = capsys.readouterr().out.split("---\n")
+    assert first.startswith("kilo mast") and len(first) > len("kilo mast\n")
+    assert second.startswith("né")
+    assert run(*words, "--prompt", "né") == 0
+    assert capsys.readouterr().out == second  # greedy, and the same alone
+    assert run(*words, "--ids", "5", "6") == 0
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    assert ids[:2] == [5, 6] and len(ids) <= 10
+    assert "top_p = 2.0 must be in (0, 1]" in fails(capsys, *words, "--top-p", "2")
+    assert "token id 5000 at" in fails(capsys, *words, "--ids", "5000")
+
+
+def test_inspect_describes_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(runs)
+    capsys.readouterr()
+    assert run("inspect", "done", "--runs", runs) == 0
+    out = capsys.readouterr().out
+    size = json.loads((runs / "done/data.json").read_text())["size"]
+    assert "done: finished" in out
+    assert "vocab.width: 64 → 16" in out
+    assert re.search(rf"^ +{STEPS} .*vocab={size}, \d+ arrays", out, re.MULTILINE)
+    assert f"{size * 16:,} in the vocabulary" in out
+    assert tree(runs) == before
+
+
+def test_a_damaged_run_is_refused_and_left_alone(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "done", tmp_path / "hurt")
+    (tmp_path / "hurt/summary.json").unlink()
+    for file in (tmp_path / "hurt/checkpoints" / str(STEPS)).rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            os.truncate(file, 500)
+    before = tree(tmp_path)
+    where = f"checkpoints/{STEPS}"
+    evaluate = ["eval", "hurt", "--runs", tmp_path, "--step"]
+    assert where in fails(capsys, *evaluate, "latest")
+    assert where in fails(capsys, *train(corpus, tmp_path, "hurt"), "--devices", "1")
+    assert run(*evaluate, "3") == 0
+    assert tree(tmp_path) == before
+    config = tmp_path / "hurt/config.json"
+    config.write_text(config.read_text()[:100])
+    assert "config.json: not valid JSON" in fails(capsys, "inspect", "hurt", "--runs", tmp_path)
+
+
+def test_a_run_on_ids_alone_samples_from_ids(
+    corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 20, 3000).astype(np.uint16))
+    words = [*train(corpus, tmp_path, "ids"), "--devices", "1", "--train.steps", "3"]
+    assert run(*words, "--data.source", f"tokens:{tmp_path}/ids.npy") == 0
+    sample = ["sample", "ids", "--runs", tmp_path, "--max-tokens", "5"]
+    assert "has no tokenizer: give token ids" in fails(capsys, *sample, "--prompt", "a")
+    assert run(*sample, "--ids", "1", "2") == 0
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    assert ids[:2] == [1, 2] and len(ids) == 7 and max(ids) < 20
+    result = evaluated(capsys, "ids", "--runs", tmp_path)
+    assert result["bits_per_byte"] is None
+    assert "has no tokenizer" in fails(
+        capsys, "eval", "ids", "--runs", tmp_path, "--data", f"files:{corpus}"
+    )
+
+
+# A process of its own
+
+
+@pytest.mark.timeout(200)
+def test_a_stopped_run_on_eight_devices_is_inspected_and_resumed_on_one(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [word for word in train(corpus, tmp_path, "stopped") if word != "--quiet"]
+    process = start(*words, "--devices", "8", "--mesh", "data=4,model=2")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step 0" in line:  # evaluated; now it compiles the step, and hears signals
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 128 + signal.SIGTERM
+    stopped = re.search(r"stopped: stopped and saved at step (\d+); run the same command", err)
+    assert stopped is not None and "Traceback" not in err
+    step = int(stopped[1])
+    assert 0 < step < STEPS
+
+    capsys.readouterr()
+    assert run("inspect", "stopped", "--runs", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert f"step {step} of {STEPS} logged" in out
+    size = json.loads((tmp_path / "stopped/data.json").read_text())["size"]
+    assert f"vocab={size}," in out and f"{size * 16:,} in the vocabulary" in out
+    assert evaluated(capsys, "stopped", "--runs", tmp_path)["step"] == step
+
+    resume = re.search(r"resume with: run.py (train .*)", out)
+    assert resume is not None
+    assert run(*shlex.split(resume[1]), "--devices", "1", "--quiet") == 0
+    resumed, whole = (
+        json.loads((directory / "summary.json").read_text())["validation"]
+        for directory in (tmp_path / "stopped", runs / "done")
+    )
+    assert resumed["tokens"] == whole["tokens"]
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-4)

@@ -1,0 +1,417 @@
+"""The trainer as a whole: meshes, accumulation, resuming, killed and joined processes, the compiled step."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from tests.hlo import buffers, collectives
+from tests.models import layout_on
+from vocabjax import IdError, TiedHead, UntiedHead, UserError
+from vocabjax import train as training
+from vocabjax.checkpoint import Checkpoints
+from vocabjax.config import Config, TrainConfig
+from vocabjax.data import DataConfig
+from vocabjax.log import read_metrics
+from vocabjax.mesh import Layout
+from vocabjax.optim import GroupConfig, OptimConfig
+from vocabjax.step import init_state, make_step, to_device
+from vocabjax.train import Setup, train
+from vocabjax.trunk import TrunkConfig
+from vocabjax.vocab.core import VocabConfig
+from vocabjax.vocab.interfaces import Objective
+
+ROOT = Path(__file__).parent.parent
+ONE = "data=1,model=1"
+
+
+def config_of(corpus: Path, *, head: Any = None, steps: int = 6, **settings: Any) -> Config:
+    return Config(
+        vocab=VocabConfig(
+            width=16,
+            multiple=1,
+            head=head or UntiedHead(),
+            objective=Objective(chunk=settings.pop("chunk", 16)),
+        ),
+        trunk=TrunkConfig(layers=2, heads=8, kv_heads=2, head_dim=4, ffn=24),
+        data=DataConfig(source=f"files:{corpus}", vocab_size=300, length=16),
+        optim=OptimConfig(warmup=2),
+        train=TrainConfig(
+            steps=steps,
+            **{"batch": 8, "eval_every": 3, "checkpoint_every": 3, "log_every": 1, **settings},
+        ),
+    )
+
+
+def trained(config: Config, directory: Path, layout: Layout) -> tuple[dict[str, Any], Any]:
+    """The summary and the final parameters, logical rows only."""
+    summary = train(config, directory, layout, quiet=True)
+    with jax.set_mesh(layout.mesh):
+        setup = Setup.of(config, layout)
+        state = restore(setup, directory)
+    size = setup.blueprint.sizes.logical
+
+    def logical(key_path: Any, leaf: jax.Array) -> np.ndarray:
+        info = setup.blueprint.infos["/".join(str(key.key) for key in key_path)]
+        return np.asarray(leaf)[:size] if info.axes[0] == "vocab" else np.asarray(leaf)
+
+    return summary, jax.tree_util.tree_map_with_path(logical, state.params)
+
+
+def restore(setup: Setup, directory: Path) -> Any:
+    return Checkpoints(directory / "checkpoints").restore(
+        training.abstract_state(setup.blueprint, setup.optimizer),
+        None,
+        axes={info.path: info.axes for info in setup.blueprint.infos.values()},
+        logical={"vocab": setup.blueprint.sizes.logical},
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    return (*trained(config_of(small_corpus), directory, layout_on(ONE)), directory)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "accumulate"),
+    [
+        ("data=1,model=8", "default", 1),
+        ("data=2,model=4", "default", 2),
+        ("data=8,model=1", "default", 1),
+        ("data=2,model=4", "fsdp,vocab=model+data", 1),
+        (ONE, "default", 4),
+    ],
+)
+def test_every_mesh_and_accumulation_trains_to_the_same_model(
+    mesh: str, rules: str, accumulate: int, reference: Any, small_corpus: Path, tmp_path: Path
+) -> None:
+    config = config_of(small_corpus, accumulate=accumulate)
+    # Accumulation regroups the rows of a step, not which rows it holds: global order is a function of step and batch.
+    summary, params = trained(config, tmp_path / "run", layout_on(mesh, rules))
+    expected, expected_params, _ = reference
+    assert summary["validation"]["loss"] == pytest.approx(expected["validation"]["loss"], rel=1e-5)
+    assert summary["parameters"] == expected["parameters"]
+    chex.assert_trees_all_close(params, expected_params, rtol=2e-3, atol=2e-5)
+
+
+def test_training_lowers_the_loss_below_the_unigram_entropy(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    config = config_of(small_corpus, steps=40, eval_every=40, checkpoint_every=40)
+    config = replace(config, optim=OptimConfig(warmup=2, lr=1e-2))
+    layout = layout_on(ONE)
+    counts = Setup.of(config, layout).dataset.counts_V.astype(float)
+    share = counts[counts > 0] / counts.sum()
+    entropy = -(share * np.log(share)).sum()
+    summary = train(config, tmp_path / "run", layout, quiet=True)
+    assert summary["training"]["loss"] < entropy
+
+
+def test_bfloat16_trains_and_keeps_float32_parameters(small_corpus: Path, tmp_path: Path) -> None:
+    config = config_of(small_corpus)
+    config = replace(config, vocab=replace(config.vocab, dtype="bfloat16"))
+    _, params = trained(config, tmp_path / "run", layout_on("data=2,model=4"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    losses = [line["train_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+              if "train_loss" in line]  # fmt: skip
+    assert losses[-1] < losses[0]
+
+
+def test_tied_and_untied_start_from_the_same_values_and_see_the_same_batches(
+    small_corpus: Path,
+) -> None:
+    layout = layout_on(ONE)
+    arms = [Setup.of(config_of(small_corpus, head=head), layout) for head in (TiedHead(), UntiedHead())]  # fmt: skip
+    with jax.set_mesh(layout.mesh):
+        tied, untied = (arm.blueprint.init(0) for arm in arms)
+    chex.assert_trees_all_equal(tied["trunk"], untied["trunk"])
+    chex.assert_trees_all_equal(tied["vocab"]["input"], untied["vocab"]["input"])
+    assert "head" not in tied["vocab"]
+    for _ in range(5):
+        chex.assert_trees_all_equal(*(next(arm.batches()) for arm in arms))
+
+
+def test_a_tied_table_is_one_leaf_of_parameters_moments_and_checkpoint(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    config, layout = config_of(small_corpus, head=TiedHead(), steps=3), layout_on("data=2,model=4")
+    train(config, tmp_path / "run", layout, quiet=True)
+    setup = Setup.of(config, layout)
+    tables = [info for info in setup.blueprint.infos.values() if "vocab" in info.axes]
+    assert [info.role for info in tables] == ["tied"]
+    leaves = Checkpoints(tmp_path / "run" / "checkpoints").describe().leaves
+    of_table = [name for name, leaf in leaves.items() if leaf.shape == tables[0].shape]
+    assert len(of_table) == 3, of_table  # itself and Adam's two moments
+
+
+def test_one_compilation_per_step_function_over_a_run_and_its_resumption(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def counted(blueprint: Any, optimizer: Any) -> Any:
+        steps.append(make_step(blueprint, optimizer))
+        return steps[-1]
+
+    monkeypatch.setattr(training, "make_step", counted)
+    evaluators = []
+    original = training.Evaluator
+
+    def evaluator(*arguments: Any) -> Any:
+        evaluators.append(original(*arguments))
+        return evaluators[-1]
+
+    monkeypatch.setattr(training, "Evaluator", evaluator)
+    config, layout = config_of(small_corpus), layout_on("data=2,model=4")
+    stop_after(2, monkeypatch)
+    with pytest.raises(training.Interrupted):
+        train(config, tmp_path / "run", layout, quiet=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(training, "make_step", counted)
+    monkeypatch.setattr(training, "Evaluator", evaluator)
+    train(config, tmp_path / "run", layout, quiet=True)
+    # Shardings and dtypes that drift after the first step, or after a restore, would show as a second entry.
+    assert [step._cache_size() for step in steps] == [1, 1]
+    # The validation split's last batch is a partial one, padded: it must not compile anew.
+    assert [each._sums._cache_size() for each in evaluators] == [1, 1]
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delivers SIGTERM once `step` has been taken."""
+
+    def stopped(self: Any, stop: Any, now: int) -> bool:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stop.signal_number:
+                time.sleep(0.01)
+        return bool(stop.signal_number)
+
+    monkeypatch.setattr(training._Trainer, "_stopped", stopped)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_run_stopped_by_sigterm_resumes_to_the_same_bits(
+    step: int,
+    reference: Any,
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, layout = config_of(small_corpus), layout_on(ONE)
+    with monkeypatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(training.Interrupted, match=f"saved at step {step}"):
+            train(config, tmp_path / "run", layout, quiet=True)
+    summary, params = trained(config, tmp_path / "run", layout)
+    expected, expected_params, directory = reference
+    chex.assert_trees_all_equal(params, expected_params)
+    assert summary["validation"] == expected["validation"]
+    ours, theirs = (read_metrics(d / "metrics.jsonl") for d in (tmp_path / "run", directory))
+    assert drop_speed(ours) == drop_speed(theirs)
+
+
+def drop_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def test_a_finished_run_is_not_trained_again(reference: Any, small_corpus: Path) -> None:
+    expected, _, directory = reference
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    assert train(config_of(small_corpus), directory, layout_on(ONE), quiet=True) == expected
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+
+def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = training.train_batches
+
+    class Spoilt:
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self.inner, self.step = original(*arguments, **settings), 0
+
+        def __next__(self) -> Any:
+            batch, self.step = next(self.inner), self.step + 1
+            if self.step == 4:
+                batch["ids"][0, 2, 5] = 999
+            return batch
+
+        def get_state(self) -> Any:
+            return self.inner.get_state()
+
+    monkeypatch.setattr(training, "train_batches", Spoilt)
+    config = config_of(small_corpus)
+    with pytest.raises(IdError, match=r"step 4: token id 999 at position \(0, 2, 5\)"):
+        train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
+    # Nothing trained on it was saved.
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest() == 3
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(small_corpus: Path, tmp_path: Path) -> None:
+    config = config_of(small_corpus)
+    config = replace(config, optim=OptimConfig(lr=1e30, warmup=0, clip=None))
+    with pytest.raises(UserError, match=r"loss of step \d is (nan|inf).*--optim\.lr"):
+        train(config, tmp_path / "run", layout_on(ONE), quiet=True)
+
+
+def test_frozen_groups_stay_bitwise_equal(small_corpus: Path, tmp_path: Path) -> None:
+    config, layout = config_of(small_corpus, steps=3), layout_on(ONE)
+    config = replace(config, optim=replace(config.optim, head=GroupConfig(frozen=True)))
+    _, params = trained(config, tmp_path / "run", layout)
+    with jax.set_mesh(layout.mesh):
+        start = Setup.of(config, layout).blueprint.init(0)
+    np.testing.assert_array_equal(
+        params["vocab"]["head"]["table"],
+        np.asarray(start["vocab"]["head"]["table"])[: len(params["vocab"]["head"]["table"])],
+    )
+    assert np.any(params["vocab"]["input"]["table"] != start["vocab"]["input"]["table"])
+
+
+@pytest.mark.parametrize("head", [TiedHead(), UntiedHead()], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [("data=1,model=8", "default"), ("data=2,model=4", "default"), ("data=2,model=4", "fsdp")],
+)
+def test_the_compiled_step_holds_no_logits_and_gathers_no_table(
+    mesh: str, rules: str, head: Any, small_corpus: Path
+) -> None:
+    layout = layout_on(mesh, rules)
+    config = config_of(small_corpus, head=head, batch=16, accumulate=2)
+    with jax.set_mesh(layout.mesh):
+        setup = Setup.of(config, layout)
+        state = init_state(setup.blueprint, setup.optimizer, 0)
+        batch = to_device(layout, next(setup.batches()), None, "batch", "seq")
+        text = make_step(setup.blueprint, setup.optimizer).lower(state, batch).compile().as_text()
+    rows, width = setup.blueprint.sizes.padded, config.vocab.width
+    shard = rows // layout.shards("vocab")
+    tokens = 8 * 16 // layout.shards("batch")  # of one microbatch, on one device
+    for shape in buffers(text):
+        if (shape and shape[-1] in (rows, shard)) or (len(shape) > 1 and shape[0] in (rows, shard)):
+            others = np.prod(shape) // (rows if rows in shape else shard)
+            assert others < tokens, f"logits of all tokens: {shape}"
+    for kind, shape in collectives(text):
+        if kind == "all-gather":
+            assert not (shape[-1:] == (width,) and shape[-2] >= shard), f"gathered table: {shape}"
+
+
+def command(corpus: Path, runs: Path, *flags: str) -> list[str]:
+    small = [
+        "--vocab.width",
+        "16",
+        "--trunk.layers",
+        "1",
+        "--trunk.heads",
+        "2",
+        "--trunk.kv-heads",
+        "1",
+        "--trunk.ffn",
+        "16",
+        "--data.vocab-size",
+        "300",
+        "--data.length",
+        "16",
+        "--train.batch",
+        "8",
+        "--train.steps",
+        "12",
+        "--train.eval-every",
+        "6",
+        "--train.checkpoint-every",
+        "2",
+        "--train.log-every",
+        "1",
+        "--optim.warmup",
+        "2",
+        "--quiet",
+        "--name",
+        "run",
+    ]
+    return [
+        sys.executable, str(ROOT / "run.py"), "train", "untied", *small,
+        "--data.source", f"files:{corpus}", "--runs", str(runs), *flags,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "XLA_FLAGS": ""}
+
+
+def test_a_run_killed_at_arbitrary_moments_resumes_to_the_same_bits(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    words = command(small_corpus, tmp_path / "whole", "--devices", "1")
+    subprocess.run(words, check=True, env=environment(), timeout=240, capture_output=True)
+    words = command(small_corpus, tmp_path / "killed", "--devices", "1")
+    run = tmp_path / "killed" / "run"
+    chance = random.Random(0)
+    kills = 0
+    for _ in range(40):
+        process = subprocess.Popen(
+            words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        seen = progress(run)
+        # Wait until it has moved, then kill it at a moment of its own: while stepping, saving or evaluating.
+        deadline = time.monotonic() + 120
+        while process.poll() is None and progress(run) == seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.15)
+        if process.poll() is None and kills < 3:
+            process.kill()
+            kills += 1
+        _, errors = process.communicate(timeout=240)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+    assert kills, "the run was never killed"
+    whole = tmp_path / "whole" / "run"
+    a, b = (json.loads((d / "summary.json").read_text()) for d in (whole, run))
+    del a["tokens_per_second"], b["tokens_per_second"]
+    assert a == b
+    assert drop_speed(read_metrics(whole / "metrics.jsonl")) == drop_speed(
+        read_metrics(run / "metrics.jsonl")
+    )
+
+
+def progress(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("mesh", ["data=4,model=1", "data=2,model=2", "data=1,model=4"])
+def test_two_processes_train_like_one(mesh: str, small_corpus: Path, tmp_path: Path) -> None:
+    one = command(small_corpus, tmp_path / "one", "--devices", "4", "--mesh", mesh)
+    two = command(small_corpus, tmp_path / "two", "--devices", "2", "--mesh", mesh)
+    with socket.socket() as listener:  # a free port, so that tests side by side do not meet
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    join = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
+    processes = [
+        subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for words in ([*two, *join, "0"], [*two, *join, "1"], one)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors.decode()
+    finally:
+        for process in processes:
+            process.kill()
+    a, b = (
+        json.loads((tmp_path / name / "run" / "summary.json").read_text())
+        for name in ("one", "two")
+    )
+    assert b["validation"]["loss"] == pytest.approx(a["validation"]["loss"], rel=1e-5)
+    assert b["training"]["nll"] == pytest.approx(a["training"]["nll"], rel=1e-5)
