@@ -2,7 +2,7 @@
 
     python run.py train tied_layernorm
 
-Expect: RESULT.
+Expect: validation loss 5.84, 2.32 bits per byte; 128 parameters more than tied.
 """
 
 from dataclasses import replace

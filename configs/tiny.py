@@ -2,7 +2,7 @@
 
     python run.py train tiny
 
-Expect: RESULT.
+Expect: validation loss 5.20, 3.70 bits per byte, in seconds once compiled.
 """
 
 from dataclasses import replace

@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 @pytest.fixture(scope="session")
-def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A .jsonl of sixty documents in an invented language of forty words; its cache dies with it."""
     import numpy as np
 

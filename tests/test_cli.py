@@ -19,8 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from vocabjax import UserError, __version__, cli
-from vocabjax.find import load_config
+from vocabjax import UserError, __version__, cli, find
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
@@ -66,20 +65,6 @@ def jax_started() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A .jsonl of sixty documents in an invented language of forty words; its cache dies with it."""
-    directory = tmp_path_factory.mktemp("corpus")
-    random = np.random.default_rng(0)
-    words = ["".join(random.choice(list("aeiklmnoprst"), 5)) for _ in range(40)]
-    documents = [" ".join(random.choice(words, 30)) for _ in range(60)]
-    path = directory / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VOCABJAX_CACHE", str(directory / "cache"))
-        yield path
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +119,7 @@ def test_every_config_dry_runs(
     monkeypatch.chdir(tmp_path)
     V = 300
     assert run("train", path.stem, "--dry-run", "--vocab.size", str(V), "--devices", "1") == 0
-    config = load_config(path.stem)[1]
+    config = find.load_config(path.stem)[1]
     D, trunk = config.vocab.width, config.trunk
     L, F, N, G, K = trunk.layers, trunk.ffn, trunk.heads, trunk.kv_heads, D // trunk.heads
     in_trunk = L * (D * K * (2 * N + 2 * G) + 3 * D * F + 2 * D) + D
@@ -209,6 +194,18 @@ def test_help_is_grouped_and_carries_the_configs_own_values(
     assert all(command in out for command in ("train", "eval", "sample", "inspect", "experiment"))
     assert run("--version") == 0
     assert capsys.readouterr().out == f"vocabjax {__version__}\n"
+
+
+def test_experiments_are_listed_and_get_their_arguments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("experiment") == 0
+    assert "tied_vs_untied  Does tying" in capsys.readouterr().out
+    experiment = find.load_experiment("tied_vs_untied")
+    given: list[str] = []
+    monkeypatch.setattr(experiment, "main", given.extend)
+    assert run("experiment", "tied_vs_untied", "--full", "--out", "here") == 0
+    assert given == ["--full", "--out", "here"]
 
 
 # Refusals

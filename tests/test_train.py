@@ -80,9 +80,9 @@ def restore(setup: Setup, directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("reference") / "run"
-    return (*trained(config_of(small_corpus), directory, layout_on(ONE)), directory)
+    return (*trained(config_of(corpus), directory, layout_on(ONE)), directory)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def reference(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     ],
 )
 def test_every_mesh_and_accumulation_trains_to_the_same_model(
-    mesh: str, rules: str, accumulate: int, reference: Any, small_corpus: Path, tmp_path: Path
+    mesh: str, rules: str, accumulate: int, reference: Any, corpus: Path, tmp_path: Path
 ) -> None:
-    config = config_of(small_corpus, accumulate=accumulate)
+    config = config_of(corpus, accumulate=accumulate)
     # Accumulation regroups the rows of a step, not which rows it holds: global order is a function of step and batch.
     summary, params = trained(config, tmp_path / "run", layout_on(mesh, rules))
     expected, expected_params, _ = reference
@@ -107,10 +107,8 @@ def test_every_mesh_and_accumulation_trains_to_the_same_model(
     chex.assert_trees_all_close(params, expected_params, rtol=2e-3, atol=2e-5)
 
 
-def test_training_lowers_the_loss_below_the_unigram_entropy(
-    small_corpus: Path, tmp_path: Path
-) -> None:
-    config = config_of(small_corpus, steps=40, eval_every=40, checkpoint_every=40)
+def test_training_lowers_the_loss_below_the_unigram_entropy(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, steps=40, eval_every=40, checkpoint_every=40)
     config = replace(config, optim=OptimConfig(warmup=2, lr=1e-2))
     layout = layout_on(ONE)
     counts = Setup.of(config, layout).dataset.counts_V.astype(float)
@@ -120,8 +118,8 @@ def test_training_lowers_the_loss_below_the_unigram_entropy(
     assert summary["training"]["loss"] < entropy
 
 
-def test_bfloat16_trains_and_keeps_float32_parameters(small_corpus: Path, tmp_path: Path) -> None:
-    config = config_of(small_corpus)
+def test_bfloat16_trains_and_keeps_float32_parameters(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus)
     config = replace(config, vocab=replace(config.vocab, dtype="bfloat16"))
     _, params = trained(config, tmp_path / "run", layout_on("data=2,model=4"))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
@@ -131,10 +129,10 @@ def test_bfloat16_trains_and_keeps_float32_parameters(small_corpus: Path, tmp_pa
 
 
 def test_tied_and_untied_start_from_the_same_values_and_see_the_same_batches(
-    small_corpus: Path,
+    corpus: Path,
 ) -> None:
     layout = layout_on(ONE)
-    arms = [Setup.of(config_of(small_corpus, head=head), layout) for head in (TiedHead(), UntiedHead())]  # fmt: skip
+    arms = [Setup.of(config_of(corpus, head=head), layout) for head in (TiedHead(), UntiedHead())]  # fmt: skip
     with jax.set_mesh(layout.mesh):
         tied, untied = (arm.blueprint.init(0) for arm in arms)
     chex.assert_trees_all_equal(tied["trunk"], untied["trunk"])
@@ -145,9 +143,9 @@ def test_tied_and_untied_start_from_the_same_values_and_see_the_same_batches(
 
 
 def test_a_tied_table_is_one_leaf_of_parameters_moments_and_checkpoint(
-    small_corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
-    config, layout = config_of(small_corpus, head=TiedHead(), steps=3), layout_on("data=2,model=4")
+    config, layout = config_of(corpus, head=TiedHead(), steps=3), layout_on("data=2,model=4")
     train(config, tmp_path / "run", layout, quiet=True)
     setup = Setup.of(config, layout)
     tables = [info for info in setup.blueprint.infos.values() if "vocab" in info.axes]
@@ -158,7 +156,7 @@ def test_a_tied_table_is_one_leaf_of_parameters_moments_and_checkpoint(
 
 
 def test_one_compilation_per_step_function_over_a_run_and_its_resumption(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
 
@@ -175,7 +173,7 @@ def test_one_compilation_per_step_function_over_a_run_and_its_resumption(
         return evaluators[-1]
 
     monkeypatch.setattr(training, "Evaluator", evaluator)
-    config, layout = config_of(small_corpus), layout_on("data=2,model=4")
+    config, layout = config_of(corpus), layout_on("data=2,model=4")
     stop_after(2, monkeypatch)
     with pytest.raises(training.Interrupted):
         train(config, tmp_path / "run", layout, quiet=True)
@@ -206,11 +204,11 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_stopped_by_sigterm_resumes_to_the_same_bits(
     step: int,
     reference: Any,
-    small_corpus: Path,
+    corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, layout = config_of(small_corpus), layout_on(ONE)
+    config, layout = config_of(corpus), layout_on(ONE)
     with monkeypatch.context() as patch:
         stop_after(step, patch)
         with pytest.raises(training.Interrupted, match=f"saved at step {step}"):
@@ -227,15 +225,15 @@ def drop_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
-def test_a_finished_run_is_not_trained_again(reference: Any, small_corpus: Path) -> None:
+def test_a_finished_run_is_not_trained_again(reference: Any, corpus: Path) -> None:
     expected, _, directory = reference
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
-    assert train(config_of(small_corpus), directory, layout_on(ONE), quiet=True) == expected
+    assert train(config_of(corpus), directory, layout_on(ONE), quiet=True) == expected
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
 def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = training.train_batches
 
@@ -253,22 +251,22 @@ def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
             return self.inner.get_state()
 
     monkeypatch.setattr(training, "train_batches", Spoilt)
-    config = config_of(small_corpus)
+    config = config_of(corpus)
     with pytest.raises(IdError, match=r"step 4: token id 999 at position \(0, 2, 5\)"):
         train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
     # Nothing trained on it was saved.
     assert Checkpoints(tmp_path / "run" / "checkpoints").latest() == 3
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(small_corpus: Path, tmp_path: Path) -> None:
-    config = config_of(small_corpus)
+def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus)
     config = replace(config, optim=OptimConfig(lr=1e30, warmup=0, clip=None))
     with pytest.raises(UserError, match=r"loss of step \d is (nan|inf).*--optim\.lr"):
         train(config, tmp_path / "run", layout_on(ONE), quiet=True)
 
 
-def test_frozen_groups_stay_bitwise_equal(small_corpus: Path, tmp_path: Path) -> None:
-    config, layout = config_of(small_corpus, steps=3), layout_on(ONE)
+def test_frozen_groups_stay_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
+    config, layout = config_of(corpus, steps=3), layout_on(ONE)
     config = replace(config, optim=replace(config.optim, head=GroupConfig(frozen=True)))
     _, params = trained(config, tmp_path / "run", layout)
     with jax.set_mesh(layout.mesh):
@@ -286,10 +284,10 @@ def test_frozen_groups_stay_bitwise_equal(small_corpus: Path, tmp_path: Path) ->
     [("data=1,model=8", "default"), ("data=2,model=4", "default"), ("data=2,model=4", "fsdp")],
 )
 def test_the_compiled_step_holds_no_logits_and_gathers_no_table(
-    mesh: str, rules: str, head: Any, small_corpus: Path
+    mesh: str, rules: str, head: Any, corpus: Path
 ) -> None:
     layout = layout_on(mesh, rules)
-    config = config_of(small_corpus, head=head, batch=16, accumulate=2)
+    config = config_of(corpus, head=head, batch=16, accumulate=2)
     with jax.set_mesh(layout.mesh):
         setup = Setup.of(config, layout)
         state = init_state(setup.blueprint, setup.optimizer, 0)
@@ -350,11 +348,11 @@ def environment() -> dict[str, str]:
 
 
 def test_a_run_killed_at_arbitrary_moments_resumes_to_the_same_bits(
-    small_corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
-    words = command(small_corpus, tmp_path / "whole", "--devices", "1")
+    words = command(corpus, tmp_path / "whole", "--devices", "1")
     subprocess.run(words, check=True, env=environment(), timeout=240, capture_output=True)
-    words = command(small_corpus, tmp_path / "killed", "--devices", "1")
+    words = command(corpus, tmp_path / "killed", "--devices", "1")
     run = tmp_path / "killed" / "run"
     chance = random.Random(0)
     kills = 0
@@ -391,9 +389,9 @@ def progress(run: Path) -> int:
 
 
 @pytest.mark.parametrize("mesh", ["data=4,model=1", "data=2,model=2", "data=1,model=4"])
-def test_two_processes_train_like_one(mesh: str, small_corpus: Path, tmp_path: Path) -> None:
-    one = command(small_corpus, tmp_path / "one", "--devices", "4", "--mesh", mesh)
-    two = command(small_corpus, tmp_path / "two", "--devices", "2", "--mesh", mesh)
+def test_two_processes_train_like_one(mesh: str, corpus: Path, tmp_path: Path) -> None:
+    one = command(corpus, tmp_path / "one", "--devices", "4", "--mesh", mesh)
+    two = command(corpus, tmp_path / "two", "--devices", "2", "--mesh", mesh)
     with socket.socket() as listener:  # a free port, so that tests side by side do not meet
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]

@@ -5,7 +5,10 @@ T positions, N query heads, G key/value heads, K head width, F FFN width, A micr
 """
 
 import dataclasses
+import functools
+import importlib
 import json
+import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from vocabjax.data import DataConfig
 from vocabjax.errors import UserError, nearest
 from vocabjax.optim import OptimConfig, check
 from vocabjax.trunk import TrunkConfig
+from vocabjax.vocab import heads, inputs, memories
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.interfaces import PartConfig
 
@@ -180,6 +184,14 @@ def _converter() -> cattrs.Converter:
 
 
 def concrete(base: type[PartConfig]) -> list[type[PartConfig]]:
-    """The kinds of a part that have been imported."""
+    """Every kind of a part: those in `vocabjax/vocab/{inputs,heads,memories}`, and those a config brought along."""
+    _import_parts()
     found = [base] if hasattr(base, "kind") else []
     return found + [cls for sub in base.__subclasses__() for cls in concrete(sub)]
+
+
+@functools.cache
+def _import_parts() -> None:
+    for package in (inputs, heads, memories):
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
