@@ -28,8 +28,7 @@ from vocabjax.checkpoint import Checkpoints
 from vocabjax.errors import UserError
 
 V, D = 17, 4
-AXES = {"vocab/input/table": ("vocab", "table_width"), "trunk/up": (None, None)}
-LOGICAL = {"vocab": V}
+LOGICAL = {"vocab/input/table": (V, D), "trunk/up": (3, D)}
 
 
 class State(NamedTuple):
@@ -100,7 +99,7 @@ def assert_same(state: State, expected: State, mesh: jax.sharding.Mesh) -> None:
 
 
 def restore(checkpoints: Checkpoints, target: Any, step: int | None = None) -> Any:
-    return checkpoints.restore(abstract(target), None, axes=AXES, logical=LOGICAL, step=step)
+    return checkpoints.restore(abstract(target), None, logical=LOGICAL, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +156,7 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
             checkpoints.save(step, {"w": array}, None, logical={})
             array = add(array)
         for step in range(5):
-            state = checkpoints.restore(
-                abstract({"w": array}), None, axes={}, logical={}, step=step
-            )
+            state = checkpoints.restore(abstract({"w": array}), None, logical={}, step=step)
             np.testing.assert_array_equal(np.asarray(state["w"]), np.full((1024, 64), step))
 
 
@@ -172,17 +169,17 @@ assert jax.device_count() == 1
 checkpoints = Checkpoints({str(saved)!r})
 description = checkpoints.describe()
 table = description.leaves["params/vocab/input/table"]
-print(description.step, table.shape, table.dtype, description.logical, description.metrics)
+print(description.step, table.shape, table.dtype, description.logical["vocab/input/table"], description.metrics)
 one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 leaves = {{
     path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
     for path, leaf in description.leaves.items()
 }}
-state = checkpoints.restore(leaves, None, axes={{}}, logical={LOGICAL})
+state = checkpoints.restore(leaves, None, logical={LOGICAL})
 print(state["step"], float(state["params/vocab/input/table"].sum()))
 """
     output = run_python(code, devices=1).splitlines()
-    assert output[0] == "5 (20, 4) float32 {'vocab': 17} {'validation_loss': 2.5}"
+    assert output[0] == "5 (20, 4) float32 (17, 4) {'validation_loss': 2.5}"
     step, total = output[1].split()
     assert step == "16777217"
     assert float(total) == pytest.approx(float(table_VD().astype(np.float64).sum()), abs=1e-5)
@@ -233,18 +230,20 @@ def test_any_difference_is_named_and_never_cast(
 
 def test_another_vocabulary_is_refused_even_if_it_pads_to_the_same_size(saved: Path) -> None:
     target = abstract(place(make_mesh(2, 4), numpy_state()))
-    with pytest.raises(UserError, match=r"params/vocab/input/table has 17 .* 19 in the model"):
-        Checkpoints(saved).restore(target, None, axes=AXES, logical={"vocab": 19})
+    with pytest.raises(
+        UserError, match=r"params/vocab/input/table is float32\[17,4\].* float32\[19,4\]"
+    ):
+        Checkpoints(saved).restore(target, None, logical=LOGICAL | {"vocab/input/table": (19, D)})
 
 
 def test_only_padded_axes_may_change_their_size(saved: Path) -> None:
     target = place(make_mesh(1, 8), numpy_state())
     with pytest.raises(UserError, match=r"table is float32\[20,4\].*float32\[24,4\]"):
-        Checkpoints(saved).restore(abstract(target), None, axes={}, logical=LOGICAL)
+        Checkpoints(saved).restore(abstract(target), None, logical={})
     table = jax.ShapeDtypeStruct((16, D), np.float32, sharding=NamedSharding(make_mesh(1, 8), P()))
     target.params["vocab"]["input"]["table"] = table  # fewer rows than the vocabulary has
     with pytest.raises(UserError, match=r"input/table is float32\[20,4\].*float32\[16,4\]"):
-        Checkpoints(saved).restore(target, None, axes=AXES, logical=LOGICAL)
+        Checkpoints(saved).restore(target, None, logical=LOGICAL)
 
 
 def batches() -> Any:
@@ -265,14 +264,14 @@ def test_the_data_continue_where_they_were(taken: int, tmp_path: Path) -> None:
         for _ in iterator:  # moves on while the save is in progress
             pass
         fresh = batches()
-        checkpoints.restore(abstract(state), fresh, axes={}, logical={})
+        checkpoints.restore(abstract(state), fresh, logical={})
     assert [batch.tolist() for batch in fresh] == everything[taken:]
 
 
 def test_a_checkpoint_without_data_cannot_resume_training(saved: Path) -> None:
     target = abstract(place(make_mesh(2, 4), numpy_state()))
     with pytest.raises(UserError, match="no data position"):
-        Checkpoints(saved).restore(target, batches(), axes=AXES, logical=LOGICAL)
+        Checkpoints(saved).restore(target, batches(), logical=LOGICAL)
 
 
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
@@ -479,7 +478,7 @@ def test_sigkill_at_any_moment_leaves_the_previous_checkpoint(tmp_path: Path) ->
             assert step is not None
             assert step >= int(begun[-1]) - 1
         if step is not None:
-            state = checkpoints.restore(target, None, axes={}, logical={})
+            state = checkpoints.restore(target, None, logical={})
             assert {int(x) for leaf in state.values() for x in leaf.ravel()} == {step}
     with closing(Checkpoints(tmp_path, keep_last=1, keep_best=0)) as checkpoints:
         checkpoints.save(10**6, {"a": jnp.zeros(2)}, None, logical={}, wait=True)
@@ -507,11 +506,11 @@ state = {"table": jax.make_array_from_callback((20,), sharding, lambda index: ro
 checkpoints = Checkpoints(directory, keep_last=1, keep_best=1)
 for step in (1, 2, 3):
     metrics = {"validation_loss": float(step)}
-    checkpoints.save(step, state, Position(), logical={"vocab": 17}, metrics=metrics)
+    checkpoints.save(step, state, Position(), logical={"table": (17,)}, metrics=metrics)
 assert checkpoints.steps() == [1, 3], checkpoints.steps()
 abstract = {"table": jax.ShapeDtypeStruct((20,), np.float32, sharding=sharding)}
 back = checkpoints.restore(
-    abstract, Position(), axes={"table": ("vocab",)}, logical={"vocab": 17}
+    abstract, Position(), logical={"table": (17,)}
 )
 for shard in back["table"].addressable_shards:
     np.testing.assert_array_equal(np.asarray(shard.data), rows[shard.index])
@@ -544,8 +543,6 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
     target = {
         "table": jax.ShapeDtypeStruct((24,), np.float32, sharding=NamedSharding(mesh, P("model")))
     }
-    state = Checkpoints(tmp_path).restore(
-        target, iterator, axes={"table": ("vocab",)}, logical=LOGICAL
-    )
+    state = Checkpoints(tmp_path).restore(target, iterator, logical={"table": (17,)})
     np.testing.assert_array_equal(np.asarray(state["table"]), np.pad(np.arange(17.0), (0, 7)))
     assert iterator.get_state() == {"next_index": 7}

@@ -24,9 +24,11 @@ from vocabjax import train as training
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, TrainConfig
 from vocabjax.data import DataConfig
+from vocabjax.load import adopt, load_run
 from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.optim import GroupConfig, OptimConfig
+from vocabjax.runs import Run
 from vocabjax.step import init_state, make_step, to_device
 from vocabjax.train import Setup, train
 from vocabjax.trunk import TrunkConfig
@@ -74,8 +76,7 @@ def restore(setup: Setup, directory: Path) -> Any:
     return Checkpoints(directory / "checkpoints").restore(
         training.abstract_state(setup.blueprint, setup.optimizer),
         None,
-        axes={info.path: info.axes for info in setup.blueprint.infos.values()},
-        logical={"vocab": setup.blueprint.sizes.logical},
+        logical=setup.blueprint.logical_shapes(),
     )
 
 
@@ -158,30 +159,29 @@ def test_a_tied_table_is_one_leaf_of_parameters_moments_and_checkpoint(
 def test_one_compilation_per_step_function_over_a_run_and_its_resumption(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = []
+    """Shapes, dtypes or shardings that drift after the first step, or after a restore, would trace or compile anew."""
+    steps: list[Any] = []
+    evaluators: list[Any] = []
+    make, evaluator = make_step, training.Evaluator
 
-    def counted(blueprint: Any, optimizer: Any) -> Any:
-        steps.append(make_step(blueprint, optimizer))
+    def counted(*arguments: Any) -> Any:
+        chex.clear_trace_counter()
+        traced_once = chex.assert_max_traces(make(*arguments).__wrapped__, n=1)
+        steps.append(jax.jit(traced_once, donate_argnums=0))
         return steps[-1]
 
-    monkeypatch.setattr(training, "make_step", counted)
-    evaluators = []
-    original = training.Evaluator
-
-    def evaluator(*arguments: Any) -> Any:
-        evaluators.append(original(*arguments))
+    def kept(*arguments: Any) -> Any:
+        evaluators.append(evaluator(*arguments))
         return evaluators[-1]
 
-    monkeypatch.setattr(training, "Evaluator", evaluator)
-    config, layout = config_of(corpus), layout_on("data=2,model=4")
-    stop_after(2, monkeypatch)
-    with pytest.raises(training.Interrupted):
-        train(config, tmp_path / "run", layout, quiet=True)
-    monkeypatch.undo()
     monkeypatch.setattr(training, "make_step", counted)
-    monkeypatch.setattr(training, "Evaluator", evaluator)
+    monkeypatch.setattr(training, "Evaluator", kept)
+    config, layout = config_of(corpus), layout_on("data=2,model=4")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(training.Interrupted):
+            train(config, tmp_path / "run", layout, quiet=True)
     train(config, tmp_path / "run", layout, quiet=True)
-    # Shardings and dtypes that drift after the first step, or after a restore, would show as a second entry.
     assert [step._cache_size() for step in steps] == [1, 1]
     # The validation split's last batch is a partial one, padded: it must not compile anew.
     assert [each._sums._cache_size() for each in evaluators] == [1, 1]
@@ -278,6 +278,51 @@ def test_frozen_groups_stay_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
     assert np.any(params["vocab"]["input"]["table"] != start["vocab"]["input"]["table"])
 
 
+def test_starting_from_another_run_keeps_tied_and_untied_apart(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Field report 10: what the config says of tying must agree with the parameters at hand."""
+    layout = layout_on(ONE)
+    source = {"untied": tmp_path / "untied", "tied": tmp_path / "tied"}
+    heads = {"untied": UntiedHead(), "tied": TiedHead()}
+    for name, directory in source.items():
+        train(config_of(corpus, head=heads[name], steps=3), directory, layout, quiet=True)
+
+    def start(head: str, init: str, name: str) -> Any:
+        config = config_of(corpus, head=heads[head], steps=3)
+        return train(config, tmp_path / name, layout, init=Run(source[init]), quiet=True)
+
+    # Tied from tied: one table, and it begins where the other ended.
+    first = start("tied", "tied", "more")
+    losses = [line["validation_loss"] for line in read_metrics(tmp_path / "more" / "metrics.jsonl")
+              if "validation_loss" in line]  # fmt: skip
+    ended = json.loads((source["tied"] / "summary.json").read_text())["validation"]["loss"]
+    assert losses[0] == pytest.approx(ended, rel=1e-6)
+    assert first["vocab_parameters"] == 16 * Setup.of(config_of(corpus), layout).dataset.size
+    with pytest.raises(UserError, match="is tied and has no vocab/head/table"):
+        start("untied", "tied", "lacking")
+    with pytest.raises(UserError, match="has a head of its own"):
+        start("tied", "untied", "losing")
+    assert not (tmp_path / "lacking").exists()
+    assert not (tmp_path / "losing").exists()
+
+    # An untied model whose head equals its table may become a tied one.
+    with jax.set_mesh(layout.mesh):
+        loaded = load_run(Run(source["untied"]), layout)
+        loaded.params["vocab"]["head"]["table"] = loaded.params["vocab"]["input"]["table"]
+        tied = Setup.of(config_of(corpus, head=TiedHead()), layout).blueprint
+        assert set(adopt(tied, loaded)["vocab"]) == {"input"}
+
+
+def test_starting_from_a_run_of_another_tokenizer_is_refused(
+    reference: Any, corpus: Path, tmp_path: Path
+) -> None:
+    config = config_of(corpus)
+    config = replace(config, data=replace(config.data, vocab_size=280))
+    with pytest.raises(UserError, match=r"another tokenizer.*--data\.tokenizer"):
+        train(config, tmp_path / "run", layout_on(ONE), init=Run(reference[2]), quiet=True)
+
+
 @pytest.mark.parametrize("head", [TiedHead(), UntiedHead()], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("mesh", "rules"),
@@ -290,7 +335,7 @@ def test_the_compiled_step_holds_no_logits_and_gathers_no_table(
     config = config_of(corpus, head=head, batch=16, accumulate=2)
     with jax.set_mesh(layout.mesh):
         setup = Setup.of(config, layout)
-        state = init_state(setup.blueprint, setup.optimizer, 0)
+        state = init_state(setup.optimizer, setup.blueprint.init(0))
         batch = to_device(layout, next(setup.batches()), None, "batch", "seq")
         text = make_step(setup.blueprint, setup.optimizer).lower(state, batch).compile().as_text()
     rows, width = setup.blueprint.sizes.padded, config.vocab.width

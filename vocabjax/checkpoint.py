@@ -5,12 +5,12 @@ logical sizes, the metrics and the state of the data iterator. The record is wri
 per process, so a run can resume with another number of processes. Paths alone identify arrays: the
 containers (dict, tuple, dataclass, an optimiser's empty states) come from the state asked for.
 
-Padding. An array with the logical axis "vocab" is stored as it lies on the saving mesh: the logical
-rows first, then the rows that pad it to a multiple of the shards. Another mesh pads to another
-size. So a dimension may differ between checkpoint and model if, and only if, `axes` names there an
-axis that `logical` sizes: the logical rows are restored exactly and the padding is zero again. A
-leaf has the axes of the parameter whose path is the longest suffix of its own path, if their ranks
-agree: `opt/0/mu/vocab/head/table` has those of `vocab/head/table`. All else must be equal.
+Padding. A table is stored as it lies on the saving mesh: its logical rows first, then rows of zeros that pad it to a
+multiple of the shards. Another mesh pads to another size. So callers give the logical shape of each parameter, the checkpoint
+records it, and it must be the same on both sides; a stored dimension may differ from the model's if, and only if, both are padded
+from the same logical size. The logical rows are then restored exactly and the padding is zero again. A leaf has the logical shape
+of the parameter whose path is the longest suffix of its own path, if their ranks agree: `opt/0/mu/vocab/head/table` has that of
+`vocab/head/table`. All else must be equal.
 """
 
 import json
@@ -30,7 +30,7 @@ from orbax.checkpoint import v1 as ocp
 from vocabjax.errors import UserError
 
 PyTree = Any
-Axes = Mapping[str, Sequence[str | None]]
+Shapes = Mapping[str, Sequence[int]]  # path of a parameter → shape without padding
 
 BEST_METRIC = "validation_loss"
 
@@ -49,7 +49,7 @@ class Description:
 
     step: int
     leaves: dict[str, jax.ShapeDtypeStruct]
-    logical: dict[str, int]
+    logical: dict[str, tuple[int, ...]]
     metrics: dict[str, float]
     iterator: dict[str, Any] | None
 
@@ -81,19 +81,19 @@ class Checkpoints:
         state: PyTree,
         iterator: DataIterator | None,
         *,
-        logical: Mapping[str, int],
+        logical: Shapes,
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
     ) -> None:
         """Save `state`, a pytree of jax.Arrays; return once they may be donated or overwritten.
 
-        `logical` sizes the padded logical axes, such as {"vocab": 17}. Without a finite
+        `logical` maps parameter paths to shapes without padding, such as {"vocab/input/table": (17, 4)}. Without a finite
         `metrics["validation_loss"]` the checkpoint is never the best. Raises UserError if this
         save, or the one before it, failed (disk full, no permission, step saved already): earlier
         checkpoints are then intact. With `wait`, every failure of this save is raised here.
         """
         record = {
-            "logical": dict(logical),
+            "logical": {path: list(shape) for path, shape in logical.items()},
             "metrics": dict(metrics or {}),
             "iterator": None if iterator is None else iterator.get_state(),
         }
@@ -149,6 +149,7 @@ class Checkpoints:
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype)
                 for name, array in arrays.items()
             }
+            record["logical"] = {name: tuple(shape) for name, shape in record["logical"].items()}
             return Description(int(path.name), leaves, **record)
 
     def restore(
@@ -156,23 +157,21 @@ class Checkpoints:
         abstract_state: PyTree,
         iterator: DataIterator | None,
         *,
-        axes: Axes,
-        logical: Mapping[str, int],
+        logical: Shapes,
         step: int | None = None,
     ) -> PyTree:
         """The state of `step` (default: the latest), with the structure and shardings asked for.
 
-        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, `axes` maps parameter
-        paths to logical axis names, `logical` sizes the padded ones. Each device reads its own
-        shard only. The iterator, if given, is set to where it was. Raises UserError if a shape, a
-        dtype, the structure or a logical size differs (it names the array and both values), or if
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, `logical` maps parameter
+        paths to shapes without padding. Each device reads its own shard only. The iterator, if given, is set to where it was. Raises UserError if a shape, a
+        dtype, the structure or a logical shape differs (it names the array and both values), or if
         the checkpoint is missing or damaged.
         """
         path = self._path(step)
         saved = self.describe(int(path.name))
         wanted = _leaves(abstract_state)
-        padded = {name: _padded_dims(name, leaf, axes, logical) for name, leaf in wanted.items()}
-        _require_match(path, saved, wanted, padded, logical)
+        shapes = {name: _logical_shape(name, leaf.shape, logical) for name, leaf in wanted.items()}
+        _require_match(path, saved, wanted, shapes)
         if iterator is not None and saved.iterator is None:
             raise UserError(f"{path}: holds no data position; it cannot resume training")
 
@@ -183,8 +182,7 @@ class Checkpoints:
             arrays = ocp.load_checkpointables(path, {"state": wanted})["state"]
         for name, array in arrays.items():
             if array.shape != saved.leaves[name].shape:
-                sizes = {dim: logical[axis] for dim, axis in padded[name].items()}
-                arrays[name] = _zero_padding(array, sizes)
+                arrays[name] = _zero_padding(array, shapes[name])
         if iterator is not None and saved.iterator is not None:
             iterator.set_state(saved.iterator)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[n] for n in wanted])
@@ -270,45 +268,36 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     }
 
 
-def _padded_dims(
-    name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, logical: Mapping[str, int]
-) -> dict[int, str]:
-    """The dimensions of this leaf that are padded, each with its logical axis."""
+def _logical_shape(name: str, stored: tuple[int, ...], logical: Shapes) -> tuple[int, ...]:
+    """The shape of this leaf without padding; its stored one if no parameter's rank and path fit."""
     parts = name.split("/")
     suffixes = ("/".join(parts[start:]) for start in range(len(parts)))
-    leaf_axes = next((axes[suffix] for suffix in suffixes if suffix in axes), ())
-    if len(leaf_axes) != len(leaf.shape):  # such as the factored moments of a table
-        return {}
-    return {dim: axis for dim, axis in enumerate(leaf_axes) if axis is not None and axis in logical}
+    shape = next((tuple(logical[suffix]) for suffix in suffixes if suffix in logical), stored)
+    return shape if len(shape) == len(stored) else stored  # such as the factored moments of a table
 
 
 def _require_match(
     path: Path,
     saved: Description,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    padded: Mapping[str, Mapping[int, str]],
-    logical: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     problems = []
     for name, leaf in wanted.items():
         if name not in saved.leaves:
             problems.append(f"{name} {_spell(leaf)} is not in the checkpoint")
             continue
-        other = saved.leaves[name]
-        for axis in padded[name].values():
-            if saved.logical.get(axis) != logical[axis]:
-                problems.append(
-                    f"{name} has {saved.logical.get(axis)} {axis} rows in the checkpoint, "
-                    f"{logical[axis]} in the model"
-                )
-        same_shape = len(other.shape) == len(leaf.shape) and all(
-            size == other_size
-            or (dim in padded[name] and min(size, other_size) >= logical[padded[name][dim]])
-            for dim, (size, other_size) in enumerate(zip(leaf.shape, other.shape, strict=True))
+        other, shape = saved.leaves[name], shapes[name]
+        recorded = _logical_shape(name, other.shape, saved.logical)
+        fits = len(recorded) == len(shape) and all(
+            there == here or (there >= size and here >= size and recorded[dim] == size)
+            for dim, (there, here, size) in enumerate(
+                zip(other.shape, leaf.shape, shape, strict=True)
+            )
         )
-        if leaf.dtype != other.dtype or not same_shape:
+        if leaf.dtype != other.dtype or recorded != shape or not fits:
             problems.append(
-                f"{name} is {_spell(other)} in the checkpoint, {_spell(leaf)} in the model"
+                f"{name} is {_spell(other, recorded)} in the checkpoint, {_spell(leaf, shape)} in the model"
             )
     for name, other in saved.leaves.items():
         if name not in wanted:
@@ -318,15 +307,18 @@ def _require_match(
         raise UserError(f"{path}: {problems[0]}{more}; restore it with the config that saved it")
 
 
-def _spell(leaf: jax.ShapeDtypeStruct) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+def _spell(leaf: jax.ShapeDtypeStruct, logical: tuple[int, ...] | None = None) -> str:
+    padded = logical is not None and logical != leaf.shape
+    stored = f" (stored {','.join(map(str, leaf.shape))})" if padded else ""
+    shape = leaf.shape if logical is None else logical
+    return f"{leaf.dtype}[{','.join(map(str, shape))}]{stored}"
 
 
-def _zero_padding(array: jax.Array, sizes: Mapping[int, int]) -> jax.Array:
-    """The array, sharded as it was, with zero from index `sizes[dim]` on in each of these dims."""
+def _zero_padding(array: jax.Array, logical: tuple[int, ...]) -> jax.Array:
+    """The array, sharded as it was, with zero outside its logical shape."""
 
     def zero(array: jax.Array) -> jax.Array:
-        for dim, size in sizes.items():
+        for dim, size in enumerate(logical):
             column = [-1 if axis == dim else 1 for axis in range(array.ndim)]
             is_logical = (jnp.arange(array.shape[dim]) < size).reshape(column)
             array = jnp.where(is_logical, array, jnp.zeros((), array.dtype))

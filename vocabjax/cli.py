@@ -1,6 +1,7 @@
 """The command line: `main` and its commands. What they can be told is in `flags`."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -122,6 +123,7 @@ def _train(words: list[str]) -> None:
         flags.config,
         directory,
         layout,
+        init=None if flags.run.init is None else Run.open(flags.run.init, flags.run.runs),
         tensorboard=flags.run.tensorboard,
         wandb=flags.run.wandb,
         quiet=flags.run.quiet,
@@ -264,8 +266,10 @@ def _checkpoint_text(run: Run) -> str:
         except UserError as error:
             rows.append((step, None, f"damaged: {_one_line(error)}"))
             continue
-        logical = " ".join(f"{axis}={size}" for axis, size in saved.logical.items())
-        note = f"{logical}, {len(saved.leaves)} arrays" + (", best" if step == best else "")
+        count = sum(math.prod(shape) for shape in saved.logical.values())
+        note = f"{len(saved.leaves)} arrays, {count:,} parameters" + (
+            ", best" if step == best else ""
+        )
         rows.append((step, saved.metrics.get("validation_loss"), note))
     return describe.table(("step", "validation loss", "holds"), rows) if rows else "none yet"
 

@@ -32,6 +32,7 @@ class RunFlags:
     Attributes:
       name: the run's name; None: the config's.
       runs: the directory that holds runs.
+      init: a run to take the first parameters from (its best checkpoint), instead of fresh ones.
       head: another kind of head (tied, untied …), with the settings it shares with the config's.
       input: another kind of input (full …), likewise.
       dry_run: print config, parameters, groups and mesh; train nothing.
@@ -42,6 +43,7 @@ class RunFlags:
 
     name: str | None = None
     runs: Path = Path("runs")
+    init: str | None = None
     head: str | None = None
     input: str | None = None
     dry_run: bool = False

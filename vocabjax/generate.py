@@ -26,8 +26,8 @@ from vocabjax.vocab.interfaces import Tokens
 SHORTEST = 16  # prompts are padded at least to this length
 NOTHING = -1  # in the output: the row had already ended
 
-# step, the last id of each row, which rows have ended, new ids [B, N], cache
-LoopState = tuple[jax.Array, jax.Array, jax.Array, jax.Array, Cache]
+# step, the last id of each row and the H before it, which rows have ended, new ids [B, N], cache
+LoopState = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Cache]
 
 
 @dataclass(frozen=True)
@@ -196,16 +196,17 @@ def _decode(
         return h_BTD, after
 
     def is_running(state: LoopState) -> jax.Array:
-        step, _, is_done_B, _, _ = state
+        step, _, _, is_done_B, _, _ = state
         return (step < config.max_tokens) & ~is_done_B.all()
 
     def advance(state: LoopState) -> LoopState:
-        step, id_B, is_done_B, new_BN, cache = state
-        position_B1 = tokens.position_BT[:, -1:] + step
-        h_BTD, cache = feed(Tokens(id_B[:, None], tokens.segment_BT[:, -1:], position_B1), cache)
+        step, id_B, past_BH, is_done_B, new_BN, cache = state
+        id_B1, position_B1 = id_B[:, None], tokens.position_BT[:, -1:] + step
+        h_BTD, cache = feed(Tokens(id_B1, tokens.segment_BT[:, -1:], position_B1, past_BH), cache)
+        past_BH = jnp.concatenate([past_BH, id_B1], axis=1)[:, 1:]
         id_B = choose(h_BTD, step)
         new_BN = new_BN.at[:, step].set(jnp.where(is_done_B, NOTHING, id_B))
-        return step + 1, id_B, is_done_B | (id_B == end), new_BN, cache
+        return step + 1, id_B, past_BH, is_done_B | (id_B == end), new_BN, cache
 
     # The last id is never fed back.
     cache = model.init_cache(batch, length + config.max_tokens - 1)
@@ -216,5 +217,14 @@ def _decode(
         (batch, config.max_tokens), NOTHING, jnp.int32, out_sharding=layout.sharding("batch", None)
     )
     new_BN = new_BN.at[:, 0].set(id_B)
-    state = lax.while_loop(is_running, advance, (jnp.int32(1), id_B, is_done_B, new_BN, cache))
-    return layout.place(state[3], None, None)
+    start = (jnp.int32(1), id_B, _last_ids(tokens, model.vocab.history), is_done_B, new_BN, cache)
+    state = lax.while_loop(is_running, advance, start)
+    return layout.place(state[4], None, None)
+
+
+def _last_ids(tokens: Tokens, history: int) -> jax.Array:
+    """The last `history` ids of each row, −1 where they are of another document than the last one or padding."""
+    is_same_BT = tokens.segment_BT == tokens.segment_BT[:, -1:]
+    past_BT = jnp.where(is_same_BT, tokens.ids_BT, -1)
+    past_BT = jnp.pad(past_BT, ((0, 0), (history, 0)), constant_values=-1)
+    return past_BT[:, past_BT.shape[1] - history :]

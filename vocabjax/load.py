@@ -11,10 +11,11 @@ from vocabjax.data import Dataset, prepare
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
-from vocabjax.optim import make_optimizer
+from vocabjax.optim import make_optimizer, path_of
 from vocabjax.runs import Run
 from vocabjax.step import State, abstract_state
 
+TABLE, HEAD = "vocab/input/table", "vocab/head/table"
 Step = int | Literal["best", "latest"]
 
 
@@ -53,11 +54,46 @@ def load_run(run: Run, layout: Layout, step: Step = "best") -> Loaded:
         state: State = checkpoints.restore(
             abstract_state(blueprint, optimizer),
             None,
-            axes={info.path: info.axes for info in blueprint.infos.values()},
-            logical={"vocab": blueprint.sizes.logical},
+            logical=blueprint.logical_shapes(),
             step=step,
         )
     return Loaded(run, config, blueprint, state.params, step)
+
+
+def adopt(blueprint: Blueprint, source: Loaded) -> Params:
+    """A run's parameters as a start for this model, on the same layout.
+
+    Tied and untied must agree with what is there. A head equal to the input table may become tied; a tied table never becomes
+    two silently.
+
+    Raises:
+      UserError: parameters that are missing, left over, or of another shape; names the first.
+    """
+    where = f"run {source.run.name!r}"
+    theirs = {
+        path_of(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(source.params)
+    }
+    if HEAD in theirs and HEAD not in blueprint.infos:
+        head, table = theirs.pop(HEAD), theirs[TABLE]
+        if head.shape != table.shape or not bool((head == table).all()):
+            raise UserError(
+                f"{where} has a head of its own ({HEAD}), different from {TABLE}: this config is tied and would lose it; "
+                "use an untied config"
+            )
+    if HEAD in blueprint.infos and HEAD not in theirs:
+        raise UserError(
+            f"{where} is tied and has no {HEAD}, which this untied config needs; use a tied config"
+        )
+    for path, info in blueprint.infos.items():
+        there = source.blueprint.infos.get(path)
+        if there is None or there.shape != info.shape:
+            shown = "absent" if there is None else f"{there.shape} (stored)"
+            raise UserError(f"{path} is {shown} in {where}, {info.shape} in this config")
+    for path in theirs.keys() - blueprint.infos.keys():
+        raise UserError(f"{where} holds {path}, which this config has no place for")
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, _: theirs[path_of(key_path)], blueprint.abstract()
+    )
 
 
 def run_data(run: Run, config: Config, source: str | None = None) -> Dataset:

@@ -1,6 +1,5 @@
 """A language model: a vocabulary around a trunk."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vocabjax.mesh import Layout
-from vocabjax.param import ParamInfo, Scope, param_infos
+from vocabjax.param import ParamInfo, Scope, param_infos, total_size
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.interfaces import Loss, Rows, Tokens
@@ -111,17 +110,13 @@ class Blueprint:
         """
         return 3 * (self._flops[0] + self._flops[1](length))
 
-    def count(self, *prefixes: str) -> int:
-        """Parameters whose path starts with one of the prefixes (none: all), padding left out."""
-        total = 0
-        for info in self.infos.values():
-            if not prefixes or info.path.startswith(prefixes):
-                sizes = (
-                    self.sizes.logical if axis == "vocab" else size
-                    for axis, size in zip(info.axes, info.shape, strict=True)
-                )
-                total += math.prod(sizes)
-        return total
+    def count(self, prefix: str = "") -> int:
+        """Parameters whose path starts with the prefix, padding left out."""
+        return total_size(info for info in self.infos.values() if info.path.startswith(prefix))
+
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path → shape without padding: what a checkpoint needs to be restored on a mesh that pads otherwise."""
+        return {path: info.logical for path, info in self.infos.items()}
 
     def abstract(self) -> Params:
         """The parameters' shapes, dtypes and shardings."""

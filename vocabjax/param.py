@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -18,15 +19,21 @@ Axes = tuple[str | None, ...]
 
 
 class ParamInfo(NamedTuple):
-    """What is known of a parameter without its values."""
+    """What is known of a parameter without its values.
+
+    Attributes:
+      shape: as stored; `logical` without the rows that pad a table for its shards.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: Axes
     role: Role
+    logical: tuple[int, ...]
 
 
+@functools.cache  # equal initialisers compile once
 def normal(std: float) -> Initializer:
     """N(0, std²), float32."""
     return functools.partial(_normal, std=std)
@@ -76,13 +83,17 @@ class Scope(NamedTuple):
             so that a deeper model starts with the layers of a shallower one.
           role: the optimiser group it belongs to by default.
           init: float32 values from (key, shape).
-          rows: logical rows of a padded table; rows from here on are zero.
+          rows: logical size of the `"vocab"` dimension, which may be padded for its shards; rows from here on are zero.
         """
         path = (self / name).path
         seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
         draw = _draw(init, shape, axes[0] == "layers", rows, self.layout.sharding(*axes))
         value = draw(jax.random.fold_in(self.key, seed))
-        return nnx.Param(value, axes=axes, role=role, path=path)
+        logical = tuple(
+            rows if axis == "vocab" and rows is not None else size
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        return nnx.Param(value, axes=axes, role=role, logical=logical)
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,15 +104,19 @@ def _draw(
     rows: int | None,
     sharding: jax.sharding.NamedSharding,
 ) -> Callable[[jax.Array], jax.Array]:
-    def draw(key: jax.Array) -> jax.Array:
-        if per_layer:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0]))
-            return jax.vmap(lambda layer_key: init(layer_key, shape[1:]))(keys)
-        value = init(key, shape)
-        if rows is not None and rows < shape[0]:
-            is_row = (jnp.arange(shape[0]) < rows).reshape(-1, *[1] * (len(shape) - 1))
+    own = shape[1:] if per_layer else shape  # of one layer
+
+    def one(key: jax.Array) -> jax.Array:
+        value = init(key, own)
+        if rows is not None and rows < own[0]:
+            is_row = (jnp.arange(own[0]) < rows).reshape(-1, *[1] * (len(own) - 1))
             value = jnp.where(is_row, value, 0)
         return value
+
+    def draw(key: jax.Array) -> jax.Array:
+        if not per_layer:
+            return one(key)
+        return jax.vmap(one)(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0])))
 
     return jax.jit(draw, out_shardings=sharding)
 
@@ -131,7 +146,12 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
         value = leaf.get_value()
         metadata = leaf.get_metadata()
         infos[path] = ParamInfo(
-            path, tuple(value.shape), value.dtype, metadata["axes"], metadata["role"]
+            path,
+            tuple(value.shape),
+            value.dtype,
+            metadata["axes"],
+            metadata["role"],
+            metadata["logical"],
         )
     return infos
 
@@ -141,11 +161,5 @@ def _name(key: Any) -> str:
 
 
 def total_size(infos: Iterable[ParamInfo]) -> int:
-    """Number of stored scalars, padding included."""
-    count = 0
-    for info in infos:
-        size = 1
-        for dim in info.shape:
-            size *= dim
-        count += size
-    return count
+    """Number of parameters, padding left out."""
+    return sum(math.prod(info.logical) for info in infos)

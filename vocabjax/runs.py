@@ -26,6 +26,9 @@ from vocabjax.errors import UserError, nearest
 
 PACKAGES = ("vocabjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
+_SETUP = ("tokenizer.json", "counts.npy", "data.json", "code.json", "code.patch", "config.json")
+SETUP_FILES = frozenset([*_SETUP, *(f"{name}.tmp" for name in _SETUP)])
+
 
 @dataclass(frozen=True)
 class Run:
@@ -52,7 +55,8 @@ class Run:
         if (directory / "config.json").exists():
             run._refuse_another(config, facts)
             return run
-        if directory.exists() and any(directory.iterdir()):
+        # What a kill left before config.json, which is written last, is ours to write again.
+        if directory.exists() and any(path.name not in SETUP_FILES for path in directory.iterdir()):
             raise UserError(
                 f"{directory} is not empty and not a run (no config.json); choose another --name"
             )

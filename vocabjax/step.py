@@ -61,9 +61,8 @@ def to_device(layout: Layout, host: Batch, *axes: str | None) -> Arrays:
     return {name: layout.from_host(array, *axes) for name, array in host.items()}
 
 
-def init_state(blueprint: Blueprint, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """Fresh parameters and moments, born sharded."""
-    params = blueprint.init(seed)
+def init_state(optimizer: optax.GradientTransformation, params: Params) -> State:
+    """Step 0; the moments are born as their parameters lie."""
     return State(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
 
 

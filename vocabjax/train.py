@@ -18,9 +18,10 @@ from vocabjax.config import Config
 from vocabjax.data import Batch, Dataset, prepare, train_batches, windows_per_pass
 from vocabjax.errors import IdError, UserError
 from vocabjax.evaluate import Evaluation, Evaluator
+from vocabjax.load import adopt, load_run
 from vocabjax.log import Log, Scalars, read_metrics
 from vocabjax.mesh import Layout
-from vocabjax.model import Blueprint
+from vocabjax.model import Blueprint, Params
 from vocabjax.optim import make_optimizer
 from vocabjax.plot import plot_run
 from vocabjax.runs import Run, summary_dict
@@ -117,6 +118,7 @@ def train(
     directory: Path,
     layout: Layout,
     *,
+    init: Run | None = None,
     tensorboard: bool = False,
     wandb: bool = False,
     quiet: bool = False,
@@ -124,6 +126,9 @@ def train(
     """Trains to the end and returns the summary as plain values; a finished run only returns it.
 
     A directory with checkpoints of the same config is resumed, exactly: same parameters, same batches.
+
+    Args:
+      init: a run whose best parameters this one starts from, instead of fresh ones; it must have the same tokenizer.
 
     Raises:
       UserError: bad settings or data, or a loss that is not finite.
@@ -133,16 +138,28 @@ def train(
     with jax.set_mesh(layout.mesh):
         setup = Setup.of(config, layout)
         batches = setup.batches()
+        start = None if init is None else _start_from(init, setup)
         run = _open(directory, setup)
         done = run.summary()
         if done is not None:
             return done
-        trainer = _Trainer(setup, run, batches, tensorboard, wandb, quiet)
+        trainer = _Trainer(setup, run, batches, start, tensorboard, wandb, quiet)
         with contextlib.closing(trainer):
             summary = summary_dict(trainer.run())
         if jax.process_index() == 0:
             run.finish(summary)
         return summary
+
+
+def _start_from(init: Run, setup: Setup) -> Params:
+    """The best parameters of a run, for this model. Raises UserError when tokenizer or shapes differ."""
+    theirs, ours = init.tokenizer(), setup.dataset.tokenizer
+    if (theirs and theirs.to_str()) != (ours and ours.to_str()):
+        raise UserError(
+            f"run {init.name!r} has another tokenizer, so its rows mean other tokens; add "
+            f"--data.tokenizer {init.directory / 'tokenizer.json'}"
+        )
+    return adopt(setup.blueprint, load_run(init, setup.layout))
 
 
 def _open(directory: Path, setup: Setup) -> Run:
@@ -167,7 +184,14 @@ def _open(directory: Path, setup: Setup) -> Run:
 
 class _Trainer:
     def __init__(
-        self, setup: Setup, run: Run, batches: Any, tensorboard: bool, wandb: bool, quiet: bool
+        self,
+        setup: Setup,
+        run: Run,
+        batches: Any,
+        start: Params | None,
+        tensorboard: bool,
+        wandb: bool,
+        quiet: bool,
     ) -> None:
         self.setup, self.run_directory = setup, run
         self.config = setup.config
@@ -177,8 +201,7 @@ class _Trainer:
         self.checkpoints = Checkpoints(
             run.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best
         )
-        self.logical = {"vocab": self.blueprint.sizes.logical}
-        self.state = self._start()
+        self.state = self._start(start)
         self.start = int(self.state.step)
         self.step_fn = make_step(self.blueprint, setup.optimizer)
         self.evaluator = Evaluator(self.blueprint, setup.dataset.counts_V)
@@ -200,14 +223,15 @@ class _Trainer:
     def close(self) -> None:
         self.checkpoints.close()
 
-    def _start(self) -> State:
+    def _start(self, start: Params | None) -> State:
         if self.checkpoints.latest() is None:
-            return init_state(self.blueprint, self.setup.optimizer, self.config.train.seed)
+            if start is None:
+                start = self.blueprint.init(self.config.train.seed)
+            return init_state(self.setup.optimizer, start)
         state: State = self.checkpoints.restore(
             abstract_state(self.blueprint, self.setup.optimizer),
             self.batches,
-            axes={info.path: info.axes for info in self.blueprint.infos.values()},
-            logical=self.logical,
+            logical=self.blueprint.logical_shapes(),
         )
         return state
 
@@ -309,7 +333,9 @@ class _Trainer:
         if self.checkpoints.latest() == step:
             return
         metrics = {BEST_METRIC: evaluation[0].loss} if evaluation else None
-        self.checkpoints.save(step, self.state, self.batches, logical=self.logical, metrics=metrics)
+        self.checkpoints.save(
+            step, self.state, self.batches, logical=self.blueprint.logical_shapes(), metrics=metrics
+        )
         self.log.resume_clock(step)
 
     def _stopped(self, stop: "_Stop", step: int) -> bool:

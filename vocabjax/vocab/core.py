@@ -141,6 +141,11 @@ class Vocab(nnx.Module):
         if owner:
             param_infos(self)  # refuses a Param stored twice
 
+    @property
+    def history(self) -> int:
+        """H: how many ids before a position its table reads depend on."""
+        return max(part.history for _, part in self._readers())
+
     def encode(self, ids_BT: Any) -> jax.Array:
         """x_BTD in the compute dtype. An id outside [0, V) gives a zero row on device.
 
@@ -168,17 +173,15 @@ class Vocab(nnx.Module):
         """Every row that the input and the memories read, by part: all table reads of a step, before any loop."""
         return {
             name: {
-                table: lookup(
-                    self.layout,
-                    part.tables()[table][...],
-                    ids,
-                    logical=self.sizes.logical,
-                    dtype=self.dtype,
-                )
+                table: self._look_up(part.tables()[table], ids)
                 for table, ids in part.reads(tokens).items()
             }
             for name, part in self._readers()
         }
+
+    def _look_up(self, table: nnx.Param[jax.Array], ids: jax.Array) -> jax.Array:
+        size = table.get_metadata("logical")[0]  # its own: a memory may know fewer ids
+        return lookup(self.layout, table[...], ids, logical=size, dtype=self.dtype)
 
     def embed(self, rows: Mapping[str, Rows], tokens: Tokens) -> jax.Array:
         """x_BTD from gathered rows."""

@@ -32,7 +32,8 @@ class Tokens(NamedTuple):
       ids_BT: token ids.
       segment_BT: which document of its row a token belongs to; tokens of different segments never see each other.
       position_BT: position within the document.
-      past_BH: ids just before ids_BT[:, 0] in decoding (−1: none), for parts that read n-grams. None: no past.
+      past_BH: the H ids just before ids_BT[:, 0] in decoding, −1 where there is none or it is of another document; H is
+        `Vocab.history`. None: no past.
     """
 
     ids_BT: jax.Array
@@ -112,10 +113,16 @@ class Part(nnx.Module):
 
 
 class Reader(Part):
-    """A part that looks rows up by token identity."""
+    """A part that looks rows up by token identity.
+
+    Attributes:
+      history: how many ids before a position `reads` looks at (n−1 for n-grams); decoding then fills `Tokens.past_BH`.
+    """
+
+    history: int = 0
 
     def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        """The tables it reads, by name: [Vp or its own rows, width]."""
+        """The tables it reads, by name: [rows, width], rows sharded; each with its own logical number of rows."""
         raise NotImplementedError
 
     def reads(self, tokens: Tokens) -> Reads:

@@ -69,7 +69,14 @@ class MatrixHead(Head):
             else None
         )
         self.bias = (
-            context.scope.param("bias", (context.sizes.padded,), ("vocab",), "vector", zeros)
+            context.scope.param(
+                "bias",
+                (context.sizes.padded,),
+                ("vocab",),
+                "vector",
+                zeros,
+                rows=context.sizes.logical,
+            )
             if config.bias
             else None
         )

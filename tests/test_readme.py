@@ -1,0 +1,62 @@
+"""What the documents show runs."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import config_of, layout_on
+from vocabjax.config import from_json, to_json
+from vocabjax.train import train
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_library_section_runs() -> None:
+    (code,) = python_blocks("README.md")
+    code = code.replace("50_257", "257").replace("768", "16").replace("128", "8")
+    code += "\nassert jnp.isfinite(loss.total) and z_BTV.shape[:2] == (8, 1)\n"
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_variant_of_the_guide_trains(corpus: Path, tmp_path: Path) -> None:
+    """One file and one config: a new head is trained, saved and read back without touching anything else."""
+    from dataclasses import replace
+
+    (code,) = python_blocks("docs/add_a_variant.md")
+    space: dict[str, object] = {"__name__": "temperature_head"}
+    exec(compile(code, "docs/add_a_variant.md", "exec"), space)
+    head = space["TemperatureHead"]()  # type: ignore[operator]
+    config = config_of(corpus, head=head, steps=3)
+    assert from_json(to_json(config)) == config
+    summary = train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
+    plain = replace(config, vocab=replace(config.vocab, head=type(head).__mro__[1]()))
+    other = train(plain, tmp_path / "plain", layout_on("data=2,model=4"), quiet=True)
+    assert summary["parameters"] == other["parameters"] + 1
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def test_importing_the_library_touches_no_device_and_no_data_pipeline() -> None:
+    code = textwrap.dedent(
+        """
+        import sys
+        import vocabjax
+        from jax._src import xla_bridge
+        assert not xla_bridge._backends, "a backend was started"
+        heavy = {"grain", "tokenizers", "matplotlib", "orbax", "tyro"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
