@@ -7,9 +7,20 @@ import jax
 
 from vocabjax.mesh import Layout, make_mesh, parse_mesh
 
-# The last mesh shards the vocabulary over the batch's own axis too: tokens are gathered over it and results scattered back.
-_MESHES = ("data=1,model=1", "model=8", "data=2,model=4", "data=8", "data=2,seq=2,model=2")
-_RULES = {"data=2,seq=2,model=2": {"vocab": ("model", "data"), "seq": ("seq",)}}
+# The last two shard the vocabulary over axes of the batch too: tokens are gathered over them and results scattered back.
+_MESHES = (
+    "data=1,model=1",
+    "model=8",
+    "data=2,model=4",
+    "data=8",
+    "data=2,seq=2,model=2",
+    "a=2,b=2,c=2",
+)
+_RULES = {
+    "data=2,seq=2,model=2": {"vocab": ("model", "data"), "seq": ("seq",)},
+    # One token axis that shares none of its two mesh axes with the rows, and one that shares both, in another order.
+    "a=2,b=2,c=2": {"batch": ("c", "a", "b"), "vocab": ("b", "a"), "heads": (), "ffn": ()},
+}
 
 EVERYWHERE = ("none", *(f"{mesh} {kind}" for kind in ("explicit", "auto") for mesh in _MESHES))
 SOME = ("none", "data=2,model=4 explicit", "data=2,seq=2,model=2 auto")

@@ -12,7 +12,7 @@ from flax import nnx
 from meshes import put
 from models import layout_on, quick_jit, random_params
 
-from vocabjax.attention import rope
+from vocabjax.attention import kv_axis, rope
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.norms import rms_norm
@@ -27,6 +27,7 @@ from vocabjax.vocab.interfaces import (
     Rows,
     Site,
     Tokens,
+    TrunkShape,
 )
 
 ONE, WIDE = "data=1,model=1", "data=2,model=4"
@@ -47,13 +48,14 @@ class Toy(MemoryConfig):
     layers: tuple[int, ...]
     carries: bool = False
 
-    def build(self, context: Context, layers: int) -> Memory:
-        assert max(self.layers) < layers
-        return ToyMemory(self, context)
+    def build(self, context: Context, trunk: TrunkShape) -> Memory:
+        assert max(self.layers) < trunk.layers
+        return ToyMemory(self, context, trunk)
 
 
 class ToyMemory(Memory):
-    def __init__(self, config: Toy, context: Context) -> None:
+    def __init__(self, config: Toy, context: Context, trunk: TrunkShape) -> None:
+        self.kv_axis = kv_axis(context.scope.layout, trunk.kv_heads)
         self.site, self.layers, self.carries = config.site, config.layers, config.carries
         self.layout: Layout = context.scope.layout
         count, width, scope = len(config.layers), context.width, context.scope
@@ -75,18 +77,18 @@ class ToyMemory(Memory):
     def reads(self, tokens: Tokens) -> Reads:
         return {"rows": tokens.ids_BT}
 
-    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> Any:
+    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> tuple[Any, Any]:
         parts = jnp.split(rows["rows"], len(self.layers), axis=-1)
         continues_BT1 = (tokens.position_BT > 0)[..., None].astype(x_BTD.dtype)
-        return jnp.stack(parts), jnp.stack([continues_BT1] * len(self.layers))
+        return continues_BT1, jnp.stack(parts)
 
     def per_layer(self) -> Any:
         return {"matrix": self.matrix[...]}
 
     def apply(
-        self, params: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
+        self, params: Any, common: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        row_BTE, continues_BT1 = context
+        continues_BT1, row_BTE = common, context
         f_BTD = (row_BTE @ params["matrix"]) * jax.nn.sigmoid(h_BTD)
         update = f_BTD
         if self.carries:
@@ -97,7 +99,7 @@ class ToyMemory(Memory):
             update = jnp.reshape(
                 update, y.shape, out_sharding=self.layout.sharding("batch", "seq", None, None)
             )
-            update = self.layout.place(update, "batch", "seq", "kv_heads", None)
+            update = self.layout.place(update, "batch", "seq", self.kv_axis, None)
         return y + update, f_BTD[:, -1] if self.carries and cache is not None else cache
 
     def init_cache(self, batch: int) -> Any:
@@ -167,8 +169,8 @@ def plain_loop(model: LanguageModel, tokens: Tokens) -> jax.Array:
             for memory, context in zip(memories, contexts, strict=True):
                 if memory.site == site and layer in memory.layers:
                     here = memory.layers.index(layer)
-                    params, context = slice_at((memory.per_layer(), context), here)
-                    y, _ = memory.apply(params, context, h, y, None)
+                    params, own = slice_at((memory.per_layer(), context[1]), here)
+                    y, _ = memory.apply(params, context[0], own, h, y, None)
             return y
 
         x = visit("pre_attn", x, x)

@@ -126,7 +126,7 @@ def test_attention_is_numpy_s(mesh: str, rules: str, kv_heads: int) -> None:
     rng = np.random.default_rng(kv_heads)
     q, k, v = (rng.normal(size=(2, 6, heads, 4)) for heads in (8, kv_heads, kv_heads))
     segment_BT = np.array([[0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 2, 2]], np.int32)
-    kv_axis = "kv_heads" if kv_heads % layout.shards("kv_heads") == 0 else None
+    kv_axis = "heads" if kv_heads % layout.shards("heads") == 0 else None
     on_device = [
         put(layout, x.astype(np.float32), "batch", "seq", axis, None)
         for x, axis in ((q, "heads"), (k, kv_axis), (v, kv_axis))

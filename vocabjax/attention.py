@@ -58,9 +58,12 @@ def attention(
         index_q = offset + jnp.arange(length) + (0 if start is None else start)
         is_past = jnp.arange(k.shape[1]) <= index_q[:, None]
         mask = is_past & (segment_q[:, :, None] == segment_kv[:, None, :])
-        is_cudnn = platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16)
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask[:, None], implementation="cudnn" if is_cudnn else "xla"
+            q,
+            k,
+            v,
+            mask=mask[:, None],
+            implementation="cudnn" if _cudnn_fits(platform, q, k) else "xla",
         )
 
     heads = PartitionSpec(*tokens, *layout.spec("heads"), None)
@@ -75,8 +78,8 @@ def attention(
 
 
 def kv_axis(layout: Layout, kv_heads: int) -> str | None:
-    """The logical axis of key/value heads: None (replicated) when they do not divide over the mesh."""
-    return "kv_heads" if kv_heads % layout.shards("kv_heads") == 0 else None
+    """The logical axis of key/value heads: that of their queries, or None (replicated) when they do not divide over it."""
+    return "heads" if kv_heads % layout.shards("heads") == 0 else None
 
 
 def rope(x_BTNK: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
@@ -89,6 +92,13 @@ def rope(x_BTNK: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(
         x_BTNK.dtype
     )
+
+
+def _cudnn_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:
+    # The shapes its kernels take on every GPU that has them; a mask needs even lengths for its gradient.
+    is_even = q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0
+    is_narrow = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    return platform in ("gpu", "cuda") and q.dtype == jnp.bfloat16 and is_narrow and is_even
 
 
 def _splash_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:

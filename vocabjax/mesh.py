@@ -24,7 +24,6 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "seq": (),
         "vocab": ("model",),
         "heads": ("model",),
-        "kv_heads": ("model",),
         "ffn": ("model",),
         "width": (),
     }
@@ -115,14 +114,22 @@ class Layout:
     ) -> "Layout":
         """The layout for a mesh (None: the ambient mesh of `jax.set_mesh`, else one device).
 
-        Under default rules, a mesh without a `model` (or `data`) axis replicates what that axis would shard. Rules the
-        caller states must name real axes.
+        Args:
+          mesh: its axes are all explicit or all automatic.
+          rules: changes to the default rules, logical axis → mesh axes (major first). A default that names an axis the
+            mesh lacks replicates; rules that differ from the defaults must name real axes.
 
         Raises:
-          UserError: a rule for an unknown logical axis, or for a mesh axis that does not exist.
+          UserError: a rule for an unknown logical axis, or for a mesh axis that does not exist; an axis that shards the
+            vocabulary and tokens, but is not the last of those tokens' axes; a mesh of mixed axis types.
         """
         if mesh is None:
             mesh = _ambient_mesh()
+        if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
+            raise UserError(
+                f"mesh {_show(mesh.shape)} has axes of types {mesh.axis_types}; make all explicit or all automatic "
+                "(vocabjax.make_mesh does)"
+            )
         stated = {**DEFAULT_RULES, **{name: tuple(axes) for name, axes in (rules or {}).items()}}
         for logical, targets in stated.items():
             if logical not in DEFAULT_RULES:
@@ -140,12 +147,14 @@ class Layout:
             (logical, tuple(t for t in targets if t in mesh.axis_names))
             for logical, targets in sorted(stated.items())
         )
-        return Layout(mesh, table)
+        layout = Layout(mesh, table)
+        layout._require_minor()
+        return layout
 
     @property
     def explicit(self) -> bool:
         """Whether arrays on this mesh carry their sharding in their type."""
-        return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
+        return AxisType.Explicit in self.mesh.axis_types
 
     def axes(self, logical: str | None) -> tuple[str, ...]:
         """The mesh axes a logical axis is sharded over."""
@@ -230,6 +239,28 @@ class Layout:
                 f"{what} = {size} does not divide over the {shards} shards of {logical!r} on mesh "
                 f"{_show(self.mesh.shape)}; use {fit}, another --mesh, or replicate it with --rules {logical}="
             )
+
+    def require_used(self) -> None:
+        """Raises UserError for a mesh axis, larger than 1, that no rule uses: its devices would all do the same work."""
+        used = {axis for _, axes in self.rules for axis in axes}
+        for axis, size in self.mesh.shape.items():
+            if size > 1 and axis not in used:
+                raise UserError(
+                    f"mesh {_show(self.mesh.shape)}: no rule uses axis {axis!r}, so its {size} devices would repeat each "
+                    f"other's work; place something on it (--rules batch={axis}), or rename it (data, model)"
+                )
+
+    def _require_minor(self) -> None:
+        """Tokens that are gathered over an axis stay in order only if it is the last one they are sharded over."""
+        rows = self.axes("vocab")
+        for logical in ("batch", "seq"):
+            shared = [axis in rows for axis in self.axes(logical)]
+            if shared != sorted(shared):
+                axes = sorted(self.axes(logical), key=lambda axis: axis in rows)
+                raise UserError(
+                    f"rules: {logical!r} is placed on {self.axes(logical)}, of which 'vocab' shares {rows}; put the shared "
+                    f"axes last (--rules {logical}={'+'.join(axes)})"
+                )
 
 
 def _ambient_mesh() -> Mesh:

@@ -10,7 +10,7 @@ from vocabjax.mesh import Layout
 from vocabjax.param import ParamInfo, Scope, param_infos, total_size
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
 from vocabjax.vocab.core import Vocab, VocabConfig
-from vocabjax.vocab.interfaces import Loss, Rows, Tokens
+from vocabjax.vocab.interfaces import Loss, Rows, Tokens, TrunkShape
 
 
 class LanguageModel(nnx.Module):
@@ -24,7 +24,8 @@ class LanguageModel(nnx.Module):
         """
         vocab.check()
         trunk.check(vocab.width)
-        self.vocab = Vocab(vocab, layers=trunk.layers, scope=scope / "vocab")
+        shape = TrunkShape(trunk.layers, trunk.kv_heads, trunk.width_of_head(vocab.width))
+        self.vocab = Vocab(vocab, trunk=shape, scope=scope / "vocab")
         self.trunk = Trunk(trunk, scope / "trunk", vocab.width, self.vocab.memories)
 
     def hidden(
@@ -51,7 +52,7 @@ class LanguageModel(nnx.Module):
     ) -> Loss:
         """The training loss; ids outside [0, V) are counted in `invalid` with the labels."""
         h_BTD, _ = self.hidden(tokens, rows=rows)
-        loss = self.vocab.loss(h_BTD, targets_BT, weights_BT, normalizer=normalizer)
+        loss = self.vocab.loss(h_BTD, targets_BT, weights_BT, normalizer=normalizer, tokens=tokens)
         return loss._replace(invalid=loss.invalid + self.vocab.invalid_ids(tokens))
 
     def nll(self, tokens: Tokens, targets_BT: jax.Array) -> jax.Array:

@@ -163,3 +163,9 @@ def _name(key: Any) -> str:
 def total_size(infos: Iterable[ParamInfo]) -> int:
     """Number of parameters, padding left out."""
     return sum(math.prod(info.logical) for info in infos)
+
+
+def matrix_flops(module: nnx.Module) -> int:
+    """2 · the scalars in a module's matrices: what a token costs where each is used once."""
+    matrices = (info for info in param_infos(module).values() if info.role == "matrix")
+    return 2 * total_size(matrices)

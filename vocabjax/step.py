@@ -90,7 +90,7 @@ def make_step(
 
     def step(state: State, batch: Arrays) -> tuple[State, Metrics]:
         def gather(params: Params) -> Any:
-            return jax.vmap(blueprint.bind(params).vocab.gather)(tokens_of(batch))
+            return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1)
 
         # One lookup for all microbatches, and one scatter of its gradient: no collective of a table inside the loop.
         rows, scatter = jax.vjp(gather, state.params)

@@ -21,8 +21,8 @@ from vocabjax.attention import attention, kv_axis, rope
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
-from vocabjax.param import Scope, normal, ones
-from vocabjax.vocab.interfaces import Memory, Site, Tokens, matrix_flops
+from vocabjax.param import Scope, matrix_flops, normal, ones
+from vocabjax.vocab.interfaces import Memory, Site, Tokens
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,10 @@ class Trunk(nnx.Module):
         self, config: TrunkConfig, scope: Scope, width: int, memories: Sequence[Memory] = ()
     ) -> None:
         layout = scope.layout
+        if not layout.explicit:
+            raise UserError(
+                "the trunk needs a mesh of explicit axes: vocabjax.make_mesh({...}), without explicit=False"
+            )
         layout.require("trunk.heads", "heads", config.heads)
         layout.require("trunk.ffn", "ffn", config.ffn)
         layout.require("vocab.width", "width", width)
@@ -151,7 +155,7 @@ class Trunk(nnx.Module):
         x_BTD: jax.Array,
         tokens: Tokens,
         memories: Sequence[Memory] = (),
-        contexts: Sequence[Any] = (),
+        contexts: Sequence[tuple[Any, Any]] = (),
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Runs all layers.
@@ -173,7 +177,14 @@ class Trunk(nnx.Module):
                 cache.segment_BS, tokens.segment_BT, start, 1
             )
         layer = functools.partial(
-            _layer, self.config, self.layout, tokens, segment_kv, start, memories
+            _layer,
+            self.config,
+            self.layout,
+            tokens,
+            segment_kv,
+            start,
+            memories,
+            tuple(common for common, _ in contexts),
         )
         if cache is None and self.config.remat != "none":
             policy = (
@@ -181,12 +192,15 @@ class Trunk(nnx.Module):
                 if self.config.remat == "dots"
                 else jax.checkpoint_policies.nothing_saveable
             )
-            layer = jax.checkpoint(layer, policy=policy, static_argnums=(0,))  # type: ignore[assignment]
+            # Inside a scan nothing can be merged with its recomputation, so no barrier is needed.
+            layer = jax.checkpoint(  # type: ignore[assignment]
+                layer, policy=policy, prevent_cse=False, static_argnums=(0,)
+            )
 
         arrays = self.layers.arrays()
         kv = None if cache is None else (cache.k_LBSGK, cache.v_LBSGK)
         memory_state = tuple(
-            (memory.per_layer(), contexts[i], None if cache is None else cache.memories[i])
+            (memory.per_layer(), contexts[i][1], None if cache is None else cache.memories[i])
             for i, memory in enumerate(memories)
         )
         kv_out, memory_out = [], []
@@ -329,6 +343,7 @@ def _layer(
     segment_kv_BS: jax.Array,
     start: jax.Array | None,
     memories: Sequence[Memory],
+    commons: tuple[Any, ...],
     active: tuple[int, ...],
     x_BTD: jax.Array,
     params: dict[str, jax.Array],
@@ -344,7 +359,9 @@ def _layer(
         for i in active:
             if memories[i].site == site:
                 memory_params, context, cache = state[i]
-                y, caches[i] = memories[i].apply(memory_params, context, h_BTD, y, cache)
+                y, caches[i] = memories[i].apply(
+                    memory_params, commons[i], context, h_BTD, y, cache
+                )
         return y
 
     def weight(name: str, *axes: str | None) -> jax.Array:

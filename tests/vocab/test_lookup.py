@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import buffers, collectives, compiled_text
 from jax import lax
 from meshes import EVERYWHERE, SOME, layout_of, put
 from oracles import scatter_add
@@ -108,7 +109,7 @@ def test_bf16_rows_are_the_rounded_rows():
 
 @pytest.mark.parametrize("name", SOME)
 def test_scanned_microbatches_equal_the_full_batch(name):
-    """Looked up inside the scan, and gathered once before it under `vmap` as the training step does."""
+    """Looked up inside the scan, and gathered once before it as the training step does."""
     layout = layout_of(name)
     table_VD, ids_BT, weight_BTD = draw(padded_sizes(layout).padded, seed=2)
     parts = 2
@@ -126,7 +127,7 @@ def test_scanned_microbatches_equal_the_full_batch(name):
         return lax.scan(body, jnp.float32(0), (ids, weight))[0]
 
     def before(table, ids, weight):
-        rows = jax.vmap(lambda part: lookup(layout, table, part, logical=V, dtype=F32))(ids)
+        rows = lookup(layout, table, ids, logical=V, dtype=F32, leading=1)
         return lax.scan(
             lambda total, part: (total + objective(*part), None), jnp.float32(0), (rows, weight)
         )[0]
@@ -138,3 +139,52 @@ def test_scanned_microbatches_equal_the_full_batch(name):
     for scanned in (inside, before):
         gradient = jax.jit(jax.grad(scanned))(table, ids, weight)
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_ids_of_any_shape(name):
+    """Microbatches before the tokens and hashes after them: [A, B, T, H] ids give [A, B, T, H, D] rows."""
+    layout = layout_of(name)
+    table_VD, _, _ = draw(padded_sizes(layout).padded, seed=3)
+    rng = np.random.default_rng(4)
+    ids = rng.integers(-1, V + 1, (3, B, T, 2)).astype(np.int32)
+    cotangent = rng.normal(size=(*ids.shape, D)).astype(np.float32)
+
+    @jax.jit
+    def rows_and_gradient(table, ids, cotangent):
+        rows, back = jax.vjp(
+            lambda t: lookup(layout, t, ids, logical=V, dtype=F32, leading=1), table
+        )
+        return rows, back(cotangent)[0]
+
+    rows, gradient = rows_and_gradient(
+        put(layout, table_VD, "vocab", None),
+        put(layout, ids, None, "batch", "seq", None),
+        put(layout, cotangent, None, "batch", "seq", None, None),
+    )
+    np.testing.assert_array_equal(rows, expected_rows(table_VD, ids))
+    expected = expected_gradient(table_VD, ids, cotangent)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["data=2,model=4 explicit", "a=2,b=2,c=2 explicit"])
+def test_microbatches_share_one_reduction_and_no_table_is_gathered(name):
+    layout = layout_of(name)
+    table_VD = np.ones((520, D), np.float32)
+    ids = np.zeros((4, B, T), np.int32)
+
+    def gradient(table, ids):
+        return jax.grad(lambda t: lookup(layout, t, ids, logical=V, dtype=F32, leading=1).sum())(
+            table
+        )
+
+    text = compiled_text(
+        jax.jit(gradient),
+        put(layout, table_VD, "vocab", None),
+        put(layout, ids, None, "batch", "seq"),
+    )
+    shard = (520 // layout.shards("vocab"), D)
+    reductions = [shape for kind, shape in collectives(text) if kind != "all-gather"]
+    assert reductions.count(shard) <= 1
+    assert not [shape for _, shape in collectives(text) if 520 in shape]
+    assert not [shape for shape in buffers(text) if 520 in shape]

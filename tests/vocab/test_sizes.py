@@ -20,7 +20,8 @@ def one() -> Layout:
     ("size", "padded"), [(1, 64), (64, 64), (65, 128), (127, 128), (128, 128), (129, 192)]
 )
 def test_an_exact_multiple_does_not_grow(one, size, padded):
-    assert Sizes.make(size, 64, (), one) == Sizes(size, padded)
+    sizes = Sizes.make(size, 64, (), one)
+    assert (sizes.logical, sizes.padded, sizes.pad(size)) == (size, padded, padded)
 
 
 @pytest.mark.parametrize("mesh", ["model=8 explicit", "data=2,model=4 auto", "data=8 explicit"])

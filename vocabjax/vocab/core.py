@@ -26,12 +26,14 @@ from vocabjax.vocab.interfaces import (
     HeadConfig,
     InputConfig,
     Loss,
+    Memory,
     MemoryConfig,
     Objective,
     Part,
     Reader,
     Rows,
     Tokens,
+    TrunkShape,
 )
 from vocabjax.vocab.loss import label_weights
 from vocabjax.vocab.sizes import Sizes
@@ -65,6 +67,8 @@ class VocabConfig:
         """Raises UserError for settings that cannot work, before anything is built."""
         if self.width < 1:
             raise UserError(f"vocab.width = {self.width} must be at least 1")
+        for part in (self.input, self.head, *self.memories):
+            part.check()
         objective = self.objective
         if not 0 <= objective.label_smoothing < 1:
             raise UserError(
@@ -92,7 +96,7 @@ class Vocab(nnx.Module):
         rngs: nnx.Rngs | None = None,
         mesh: Mesh | None = None,
         rules: Mapping[str, Sequence[str]] | None = None,
-        layers: int = 0,
+        trunk: TrunkShape | None = None,
         scope: Scope | None = None,
     ) -> None:
         """Builds the parts; every parameter is born sharded.
@@ -102,7 +106,7 @@ class Vocab(nnx.Module):
           rngs: one key is drawn; initial values follow each parameter's path.
           mesh: None: the ambient mesh of `jax.set_mesh`, else one device. Explicit and automatic axes both work.
           rules: logical axis → mesh axes; see `vocabjax.mesh.DEFAULT_RULES`.
-          layers: the trunk's depth, needed by per-layer memories.
+          trunk: the shape of the trunk, needed by memories.
           scope: instead of `rngs`, `mesh` and `rules`, when building inside a larger model.
 
         Raises:
@@ -131,13 +135,18 @@ class Vocab(nnx.Module):
         self.tied = config.head.tied
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
-        self.head = config.head.build(context("head"), config.objective)
-        self.memories = nnx.List(
-            [
-                memory.build(context("memories", str(index)), layers)
-                for index, memory in enumerate(config.memories)
-            ]
-        )
+        self.head = config.head.build(context("head"), config.objective, self.input)
+        if self.tied and not self.input.shared():
+            raise UserError(
+                f"vocab.input of kind {config.input.kind!r} has no table to share: use an untied head"
+            )
+        self.memories: nnx.List[Memory] = nnx.List([])
+        for index, memory in enumerate(config.memories):
+            if trunk is None:
+                raise UserError(
+                    "memories attach to a trunk: give Vocab its shape, trunk=TrunkShape(…)"
+                )
+            self.memories.append(memory.build(context("memories", str(index)), trunk))
         if owner:
             param_infos(self)  # refuses a Param stored twice
 
@@ -169,19 +178,23 @@ class Vocab(nnx.Module):
         chex.assert_type(ids_BT, int)
         return Tokens.of(ids_BT)
 
-    def gather(self, tokens: Tokens) -> dict[str, Rows]:
-        """Every row that the input and the memories read, by part: all table reads of a step, before any loop."""
+    def gather(self, tokens: Tokens, leading: int = 0) -> dict[str, Rows]:
+        """Every row that the input and the memories read, by part: all table reads of a step, before any loop.
+
+        Args:
+          leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
+        """
         return {
             name: {
-                table: self._look_up(part.tables()[table], ids)
+                table: self._look_up(part.tables()[table], ids, leading)
                 for table, ids in part.reads(tokens).items()
             }
             for name, part in self._readers()
         }
 
-    def _look_up(self, table: nnx.Param[jax.Array], ids: jax.Array) -> jax.Array:
+    def _look_up(self, table: nnx.Param[jax.Array], ids: jax.Array, leading: int) -> jax.Array:
         size = table.get_metadata("logical")[0]  # its own: a memory may know fewer ids
-        return lookup(self.layout, table[...], ids, logical=size, dtype=self.dtype)
+        return lookup(self.layout, table[...], ids, logical=size, dtype=self.dtype, leading=leading)
 
     def embed(self, rows: Mapping[str, Rows], tokens: Tokens) -> jax.Array:
         """x_BTD from gathered rows."""
@@ -189,8 +202,8 @@ class Vocab(nnx.Module):
 
     def contexts(
         self, rows: Mapping[str, Rows], tokens: Tokens, x_BTD: jax.Array
-    ) -> tuple[Any, ...]:
-        """Per memory, what its layers need of its rows; leading axis: its layers."""
+    ) -> tuple[tuple[Any, Any], ...]:
+        """Per memory, what its layers need of its rows: (common, by layer)."""
         return tuple(
             memory.prepare(rows[f"memories/{index}"], tokens, x_BTD)
             for index, memory in enumerate(self.memories)
@@ -199,7 +212,7 @@ class Vocab(nnx.Module):
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, Vp], sharded over the vocabulary; −inf for padding and for ids that may not be predicted."""
         self._check_hidden(h_BTD)
-        return self.head.logits(self._shared_table(), h_BTD)
+        return self.head.logits(self.input.shared(), h_BTD)
 
     def loss(
         self,
@@ -208,6 +221,7 @@ class Vocab(nnx.Module):
         weights_BT: jax.Array | None = None,
         *,
         normalizer: jax.Array | None = None,
+        tokens: Tokens | None = None,
     ) -> Loss:
         """The training loss; only `.total` is differentiable, in h and the parameters.
 
@@ -216,19 +230,20 @@ class Vocab(nnx.Module):
           targets_BT: labels, already shifted (position t holds the token that follows t); −100 is ignored.
           weights_BT: per token; not differentiable.
           normalizer: what the total is divided by; None: the sum of the weights of this call.
+          tokens: the tokens h_BTD came from, for heads that look at documents.
 
         Raises:
           IdError: a host array of labels holds one that is neither predictable nor −100.
         """
         self._check_hidden(h_BTD)
         return self.head.loss(
-            self._shared_table(), h_BTD, self._labels(targets_BT), weights_BT, normalizer
+            self.input.shared(), h_BTD, self._labels(targets_BT), weights_BT, normalizer, tokens
         )
 
     def nll(self, h_BTD: jax.Array, targets_BT: Any) -> jax.Array:
         """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid."""
         self._check_hidden(h_BTD)
-        return self.head.nll(self._shared_table(), h_BTD, self._labels(targets_BT))
+        return self.head.nll(self.input.shared(), h_BTD, self._labels(targets_BT))
 
     def weight(self, targets_BT: jax.Array, weights_BT: jax.Array | None = None) -> jax.Array:
         """Σ weight over valid labels: the normaliser of a batch that is cut into microbatches."""
@@ -241,7 +256,8 @@ class Vocab(nnx.Module):
 
     def penalty(self) -> jax.Array | None:
         """The parts' penalties on parameters, added once per step; None when there are none."""
-        penalties = [p for p in (part.penalty() for part in self._parts()) if p is not None]
+        shared = self.input.shared()
+        penalties = [p for p in (part.penalty(shared) for part in self._parts()) if p is not None]
         return sum(penalties[1:], penalties[0]) if penalties else None
 
     def flops(self) -> int:
@@ -255,9 +271,6 @@ class Vocab(nnx.Module):
         yield "input", self.input
         for index, memory in enumerate(self.memories):
             yield f"memories/{index}", memory
-
-    def _shared_table(self) -> jax.Array | None:
-        return self.input.shared_table()[...] if self.tied else None
 
     def _labels(self, targets_BT: Any) -> jax.Array:
         if not isinstance(targets_BT, jax.Array):

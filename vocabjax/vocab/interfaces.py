@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vocabjax.param import Scope, param_infos, total_size
+from vocabjax.param import Role, Scope, matrix_flops, normal
 from vocabjax.vocab.sizes import Sizes
 
 Reads = dict[str, jax.Array]  # table name → int32 ids of any shape
@@ -85,6 +85,14 @@ class Objective:
     chunk: int = 1024
 
 
+class TrunkShape(NamedTuple):
+    """What a memory may need to know of the trunk it attaches to."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
 class Context(NamedTuple):
     """What a part is built from: the sizes, the width D, the compute dtype, and its place in the model."""
 
@@ -93,11 +101,35 @@ class Context(NamedTuple):
     width: int
     dtype: jnp.dtype
 
+    def table(
+        self,
+        name: str,
+        role: Role,
+        *,
+        rows: int | None = None,
+        width: int | None = None,
+        std: float | None = None,
+    ) -> nnx.Param[jax.Array]:
+        """A table [rows, width], rows sharded and padded for their shards: N(0, std²), zero in the padding.
 
-def matrix_flops(module: nnx.Module) -> int:
-    """2 · the scalars in a module's matrices: what a token costs where each is used once."""
-    matrices = (info for info in param_infos(module).values() if info.role == "matrix")
-    return 2 * total_size(matrices)
+        Args:
+          rows: logical rows; None: V.
+          width: None: D.
+          std: None: width^−½, which makes rows of unit length on average.
+        """
+        rows = self.sizes.logical if rows is None else rows
+        width = self.width if width is None else width
+        return self.scope.param(
+            name,
+            (self.sizes.pad(rows), width),
+            ("vocab", "table_width"),
+            role,
+            normal(width**-0.5 if std is None else std),
+            rows=rows,
+        )
+
+
+Shared = Mapping[str, jax.Array]  # what an input lends to heads, by name
 
 
 class Part(nnx.Module):
@@ -107,8 +139,8 @@ class Part(nnx.Module):
         """Matrix-product FLOPs per token of the forward; a lookup costs none."""
         return matrix_flops(self)
 
-    def penalty(self) -> jax.Array | None:
-        """A penalty on parameters alone, added to the loss once per step (not once per microbatch)."""
+    def penalty(self, shared: Shared) -> jax.Array | None:
+        """A penalty on parameters alone, added to the loss once per step (not once per microbatch); None: none."""
         return None
 
 
@@ -137,30 +169,31 @@ class Input(Reader):
         """x_BTD in the compute dtype, from the rows that `reads` asked for."""
         raise NotImplementedError
 
-    def shared_table(self) -> nnx.Param[jax.Array]:
-        """The [Vp, D] table that a tied head scores against."""
-        raise NotImplementedError
+    def shared(self) -> Shared:
+        """What it lends to heads: a tied head scores against `"table"` [Vp, D]; other inputs lend other things."""
+        return {}
 
 
 class Head(Part):
-    """h_BTD → scores over the vocabulary. A tied head stores no table: it is handed the input's as `table`."""
+    """h_BTD → scores over the vocabulary. A tied head stores no table: it is handed what the input lends."""
 
-    def logits(self, table: jax.Array | None, h_BTD: jax.Array) -> jax.Array:
+    def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, Vp]; −inf wherever an id may not be predicted."""
         raise NotImplementedError
 
     def loss(
         self,
-        table: jax.Array | None,
+        shared: Shared,
         h_BTD: jax.Array,
         targets_BT: jax.Array,
         weights_BT: jax.Array | None,
         normalizer: jax.Array | None,
+        tokens: Tokens | None,
     ) -> Loss:
-        """The loss without [B, T, V]."""
+        """The loss without [B, T, V]. `tokens` tells documents apart, for heads that look further ahead."""
         raise NotImplementedError
 
-    def nll(self, table: jax.Array | None, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid; without [B, T, V]."""
         raise NotImplementedError
 
@@ -177,8 +210,8 @@ class Memory(Reader):
     layers: tuple[int, ...]
     site: Site
 
-    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> Any:
-        """A pytree with leading axis len(layers), scanned over: what each layer needs of the rows."""
+    def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> tuple[Any, Any]:
+        """(common, by layer): what its layers need of the rows. Pytrees; the second has leading axis len(layers)."""
         raise NotImplementedError
 
     def per_layer(self) -> Any:
@@ -186,12 +219,13 @@ class Memory(Reader):
         raise NotImplementedError
 
     def apply(
-        self, params: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
+        self, params: Any, common: Any, context: Any, h_BTD: jax.Array, y: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """(y, cache) after this memory at one layer.
 
         Args:
-          params, context: this layer's slice of `per_layer()` and `prepare(...)`.
+          params, context: this layer's slice of `per_layer()` and of the second part of `prepare(...)`.
+          common: the first part of `prepare(...)`.
           h_BTD: the residual stream the site's sub-block reads.
           y: what stands at the site.
           cache: this layer's slice of `init_cache(...)`, or None when not decoding.
@@ -208,6 +242,9 @@ class PartConfig(abc.ABC):
 
     kind: ClassVar[str]
 
+    def check(self) -> None:  # noqa: B027  # most have nothing to refuse
+        """Raises UserError for settings that cannot work, whatever they are combined with."""
+
 
 class InputConfig(PartConfig):
     @abc.abstractmethod
@@ -216,14 +253,14 @@ class InputConfig(PartConfig):
 
 
 class HeadConfig(PartConfig):
-    tied: ClassVar[bool]
+    tied: ClassVar[bool]  # scores against what the input lends
 
     @abc.abstractmethod
-    def build(self, context: Context, objective: Objective) -> Head:
-        """The head."""
+    def build(self, context: Context, objective: Objective, input: Input) -> Head:
+        """The head of a vocabulary with this input; a tied head may read its shapes, and stores none of it."""
 
 
 class MemoryConfig(PartConfig):
     @abc.abstractmethod
-    def build(self, context: Context, layers: int) -> Memory:
-        """The memory, for a trunk of `layers` layers."""
+    def build(self, context: Context, trunk: TrunkShape) -> Memory:
+        """The memory, for a trunk of that shape."""

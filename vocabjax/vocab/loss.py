@@ -68,7 +68,7 @@ def linear_logits(
         local,
         mesh=layout.mesh,
         in_specs=(
-            PartitionSpec(*axes.spec, None),
+            axes.spec,
             layout.spec("vocab", None),
             layout.spec("vocab"),
         ),
@@ -106,13 +106,10 @@ def linear_cross_entropy(
     weight_BT = lax.stop_gradient(layout.place(weight_BT, "batch", "seq"))
     weight = weight_BT.sum()
     divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
-    inverse = jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
     total, nll, z = _cross_entropy(
-        scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse
+        scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weight_BT, _inverse(divisor)
     )
-    is_valid_BT = valid_labels(scoring.sizes, targets_BT)
-    invalid = ((targets_BT != IGNORE) & ~is_valid_BT).sum().astype(jnp.float32)
-    return Loss(total, nll, z, weight, is_valid_BT.sum().astype(jnp.float32), invalid)
+    return Loss(total, nll, z, weight, *_count_labels(scoring.sizes, targets_BT))
 
 
 @functools.partial(jax.jit, static_argnames=("scoring", "chunk"))
@@ -144,17 +141,13 @@ def linear_nll(
         pieces = _chunks(chunk, h, gathered)
         _, nll = lax.scan(body, None, pieces)
         nll = nll.reshape(-1)[: gathered.size].reshape(gathered.shape)
-        # Each shard of rows has every token's value; keep this device's tokens.
-        for dim, axis in reversed(axes.both):
-            size = nll.shape[dim] // lax.axis_size(axis)
-            nll = lax.dynamic_slice_in_dim(nll, lax.axis_index(axis) * size, size, dim)
-        return jnp.where(valid_labels(scoring.sizes, targets), nll, 0)
+        return jnp.where(valid_labels(scoring.sizes, targets), axes.keep(nll), 0)
 
     return jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(
-            PartitionSpec(*axes.spec, None),
+            axes.spec,
             layout.spec("vocab", None),
             layout.spec("vocab"),
             axes.spec,
@@ -195,24 +188,35 @@ def reference_cross_entropy(
     z2_BT = lse_BT**2
     total_BT = (1 - epsilon) * nll_BT + epsilon * smooth_BT + objective.z_loss * z2_BT
     weight = weight_BT.sum()
-    divisor = weight if normalizer is None else normalizer
-    inverse = jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
     return Loss(
-        (weight_BT * total_BT).sum() * inverse,
+        (weight_BT * total_BT).sum() * _inverse(weight if normalizer is None else normalizer),
         (weight_BT * nll_BT).sum(),
         (weight_BT * z2_BT).sum(),
         weight,
-        is_valid_BT.sum().astype(jnp.float32),
-        ((targets_BT != IGNORE) & ~is_valid_BT).sum().astype(jnp.float32),
+        *_count_labels(sizes, targets_BT),
     )
 
 
 def valid_labels(sizes: Sizes, targets_BT: jax.Array) -> jax.Array:
     """bool [B, T]: labels that may be predicted."""
-    is_valid_BT = (targets_BT >= 0) & (targets_BT < sizes.logical)
-    for token in sizes.banned:
-        is_valid_BT &= targets_BT != token
-    return is_valid_BT
+    is_id_BT = (targets_BT >= 0) & (targets_BT < sizes.logical)
+    if not sizes.banned:
+        return is_id_BT
+    # A comparison that is reduced as it is made: unlike a lookup it needs no sharding to be stated.
+    is_banned_BTK = targets_BT[..., None] == jnp.asarray(sizes.banned, jnp.int32)
+    return is_id_BT & ~is_banned_BTK.any(-1)
+
+
+def _count_labels(sizes: Sizes, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 scalars: labels that may be predicted, and those that are neither that nor −100."""
+    is_valid_BT = valid_labels(sizes, targets_BT)
+    invalid = ((targets_BT != IGNORE) & ~is_valid_BT).sum()
+    return is_valid_BT.sum().astype(jnp.float32), invalid.astype(jnp.float32)
+
+
+def _inverse(divisor: jax.Array) -> jax.Array:
+    """1 / divisor, and 0 for 0."""
+    return jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
 
 
 def label_weights(
@@ -248,10 +252,13 @@ def _scores(
     if scoring.softcap is not None:
         unit = jnp.tanh(u / scoring.softcap)
         u, slope = scoring.softcap * unit, 1 - unit**2
-    allowed_V = jnp.asarray(scoring.sizes.allowed_V)
-    rows = table_RD.shape[0]
-    allowed_R = lax.dynamic_slice_in_dim(allowed_V, row_start(axes.rows, rows), rows)
-    return jnp.where(allowed_R, u, -jnp.inf), slope
+    return jnp.where(_allowed(scoring.sizes, axes, table_RD.shape[0]), u, -jnp.inf), slope
+
+
+def _allowed(sizes: Sizes, axes: TokenAxes, rows: int) -> jax.Array:
+    """bool [R]: which of this device's rows may be predicted."""
+    start = row_start(axes.rows, rows)
+    return lax.dynamic_slice_in_dim(jnp.asarray(sizes.allowed_V), start, rows)
 
 
 def _statistics(
@@ -301,6 +308,10 @@ def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(cut(x) for x in arrays)
 
 
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
+_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]  # of h, table, bias
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
     scoring: Scoring,
@@ -311,14 +322,11 @@ def _cross_entropy(
     targets_BT: jax.Array,
     weight_BT: jax.Array,
     inverse: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> _Sums:
     sums, _ = _run(
         scoring, objective, False, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse
     )
     return sums
-
-
-_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def _cross_entropy_fwd(
@@ -330,7 +338,7 @@ def _cross_entropy_fwd(
     targets_BT: jax.Array,
     weight_BT: jax.Array,
     inverse: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+) -> tuple[_Sums, _Gradients | None]:
     return _run(scoring, objective, True, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
 
 
@@ -338,7 +346,7 @@ def _cross_entropy_bwd(
     scoring: Scoring,
     objective: Objective,
     gradients: _Gradients,
-    cotangents: tuple[jax.Array, jax.Array, jax.Array],
+    cotangents: _Sums,
 ) -> tuple[jax.Array | None, ...]:
     scaled = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
     return *scaled, None, None, None
@@ -357,7 +365,7 @@ def _run(
     targets_BT: jax.Array,
     weight_BT: jax.Array,
     inverse: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+) -> tuple[_Sums, _Gradients | None]:
     layout, sizes = scoring.layout, scoring.sizes
     axes = TokenAxes.of(layout)
     epsilon, z_loss = objective.label_smoothing, objective.z_loss
@@ -369,28 +377,25 @@ def _run(
         targets: jax.Array,
         weight: jax.Array,
         inverse: jax.Array,
-    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], _Gradients]:
+    ) -> tuple[_Sums, _Gradients | None]:
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
         shape, dtype = h.shape, h.dtype
         cast_RD = table_RD.astype(dtype)
         rows = table_RD.shape[0]
-        allowed_R = lax.dynamic_slice_in_dim(
-            jnp.asarray(sizes.allowed_V), row_start(axes.rows, rows), rows
-        )
+        allowed_R = _allowed(sizes, axes, rows)
 
-        def body(
-            carry: tuple[jax.Array, ...], part: tuple[jax.Array, ...]
-        ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        def body(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
+            sums, gradients = carry
             h_CD, t_C, w_C = part
             z_CR, slope_CR = _scores(scoring, axes, h_CD, cast_RD, bias_R)
             at = _statistics(axes, sizes, z_CR, t_C)
             lse_C, nll_C = at.top + at.log_sum, at.log_sum - at.target
             total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean) + z_loss * lse_C**2
-            sums = carry[0] + jnp.stack(
+            sums += jnp.stack(
                 [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, nll_C, lse_C**2)]
             )
-            if not with_gradients:
-                return (sums,), None
+            if gradients is None:
+                return (sums, None), None
             p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
             is_target_CR = jnp.arange(rows) == at.row[:, None]
             dz_CR = p_CR * (1 + 2 * z_loss * lse_C[:, None])
@@ -398,50 +403,36 @@ def _run(
             dz_CR -= epsilon / sizes.predictable
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
             du_CR = jnp.where(allowed_R, dz_CR * (w_C * inverse)[:, None] * slope_CR, 0)
-            _, dtable_RD, dbias_R = carry
+            dtable_RD, dbias_R = gradients
             scaled_CR = (du_CR * scoring.scale).astype(dtype)
             dh_CD = jnp.einsum("cr,rd->cd", scaled_CR, cast_RD, preferred_element_type=jnp.float32)
             dtable_RD += jnp.einsum(
                 "cr,cd->rd", scaled_CR, h_CD, preferred_element_type=jnp.float32
             )
-            return (sums, dtable_RD, dbias_R + du_CR.sum(0)), dh_CD
+            return (sums, (dtable_RD, dbias_R + du_CR.sum(0))), dh_CD
 
-        start: tuple[jax.Array, ...] = (jnp.zeros(3, jnp.float32),)
-        if with_gradients:
-            start += (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
-        carry, dh = lax.scan(body, start, _chunks(objective.chunk, h, targets, weight))
-        sums = lax.psum(carry[0], axes.only_tokens)
-        outputs = (sums[0] * inverse, sums[1], sums[2])
-        if dh is None:
-            return outputs, (h[:0], table_RD[:0], None)
+        zeros = (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
+        (sums, gradients), dh = lax.scan(
+            body,
+            (jnp.zeros(3, jnp.float32), zeros if with_gradients else None),
+            _chunks(objective.chunk, h, targets, weight),
+        )
+        total, nll, z = lax.psum(sums, axes.only_tokens)
+        if gradients is None or dh is None:
+            return (total * inverse, nll, z), None
+        dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
         dh = dh.reshape(-1, shape[-1])[: shape[0] * shape[1]].reshape(shape)
-        dtable_RD, dbias_R = lax.psum(carry[1:], axes.only_tokens)
-        return outputs, (
+        return (total * inverse, nll, z), (
             axes.reduce(dh).astype(dtype),
             dtable_RD.astype(table_RD.dtype),
             None if bias_R is None else dbias_R.astype(bias_R.dtype),
         )
 
-    token_spec = PartitionSpec(*axes.spec, None)
     table_spec, bias_spec = layout.spec("vocab", None), layout.spec("vocab")
-    in_specs = (token_spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec())
-    if not with_gradients:
-
-        def forward(*args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return local(*args)[0]
-
-        sums = jax.shard_map(
-            forward,
-            mesh=layout.mesh,
-            in_specs=in_specs,
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
-        return sums, (h_BTD, table_VD, bias_V)
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=in_specs,
-        out_specs=((PartitionSpec(),) * 3, (token_spec, table_spec, bias_spec)),
+        in_specs=(axes.spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec()),
+        out_specs=(PartitionSpec(), (axes.spec, table_spec, bias_spec) if with_gradients else None),
         check_vma=False,
     )(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)

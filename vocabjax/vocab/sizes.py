@@ -18,11 +18,17 @@ class Sizes:
       padded: Vp ≥ V, rows of the stored tables: V rounded up to `multiple` × shards. Rows V … Vp−1 are zero and never
         predicted.
       banned: ids below V that may be read but never predicted (image placeholders, control tokens), sorted.
+      unit: rows of every table come in multiples of this: `multiple` × shards.
     """
 
     logical: int
     padded: int
     banned: tuple[int, ...] = ()
+    unit: int = 1
+
+    def pad(self, rows: int) -> int:
+        """Rows as stored: rounded up to the unit; an exact multiple does not grow."""
+        return -(-rows // self.unit) * self.unit
 
     @staticmethod
     def make(size: int, multiple: int, banned: tuple[int, ...], layout: Layout) -> "Sizes":
@@ -42,7 +48,7 @@ class Sizes:
         if len(unique) == size:
             raise UserError("vocab.banned holds every id: nothing is left to predict")
         unit = multiple * layout.shards("vocab")
-        return Sizes(size, -(-size // unit) * unit, unique)
+        return Sizes(size, -(-size // unit) * unit, unique, unit)
 
     @property
     def allowed_V(self) -> np.ndarray:

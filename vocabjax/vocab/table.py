@@ -21,43 +21,52 @@ class TokenAxes(NamedTuple):
     """How the token dimensions of an activation and the rows of a table share the mesh.
 
     Attributes:
-      spec: the partition of [B, T].
+      spec: the partition of [..., B, T].
       rows: mesh axes the table's rows are sharded over.
       only_tokens: axes that shard tokens but not rows: gradients of the table are summed over them.
       only_rows: axes that shard rows but not tokens: partial results are summed over them.
-      both: per token dimension, axes that shard both: tokens are gathered over them, results scattered back.
+      both: (dimension, axes that shard both): tokens are gathered over them, results scattered back.
     """
 
     spec: PartitionSpec
     rows: tuple[str, ...]
     only_tokens: tuple[str, ...]
     only_rows: tuple[str, ...]
-    both: tuple[tuple[int, str], ...]
+    both: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
-    def of(layout: Layout) -> "TokenAxes":
+    def of(layout: Layout, leading: int = 0) -> "TokenAxes":
+        """For activations [..., B, T, ...] with `leading` dimensions, not sharded, before B."""
         rows = layout.axes("vocab")
         per_dim = (layout.axes("batch"), layout.axes("seq"))
         tokens = per_dim[0] + per_dim[1]
+        shared = (tuple(axis for axis in axes if axis in rows) for axes in per_dim)
         return TokenAxes(
-            layout.spec("batch", "seq"),
+            layout.spec(*[None] * leading, "batch", "seq"),
             rows,
             tuple(axis for axis in tokens if axis not in rows),
             tuple(axis for axis in rows if axis not in tokens),
-            tuple((dim, axis) for dim, axes in enumerate(per_dim) for axis in axes if axis in rows),
+            tuple((dim, axes) for dim, axes in enumerate(shared, leading) if axes),
         )
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """This device's tokens and those of the devices that hold other rows of the table."""
-        for dim, axis in self.both:
-            x = lax.all_gather(x, axis, axis=dim, tiled=True)
+        """This device's tokens and those of the devices that hold other rows of the table, in their global order."""
+        for dim, axes in self.both:
+            x = lax.all_gather(x, axes, axis=dim, tiled=True)
         return x
 
     def reduce(self, x: jax.Array) -> jax.Array:
         """Sums partial results over the table's shards and keeps this device's tokens: the inverse of `gather`."""
         x = lax.psum(x, self.only_rows)
-        for dim, axis in reversed(self.both):
-            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        for dim, axes in self.both:
+            x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return x
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """This device's tokens of what every shard of the table knows in full."""
+        for dim, axes in self.both:
+            size = x.shape[dim] // lax.axis_size(axes)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return x
 
 
@@ -66,61 +75,64 @@ def row_start(axes: tuple[str, ...], rows: int) -> jax.Array:
     return lax.axis_index(axes) * rows if axes else jnp.int32(0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _lookup(
-    layout: Layout, logical: int, dtype: jnp.dtype, table_VD: jax.Array, ids_BT: jax.Array
-) -> jax.Array:
-    axes = TokenAxes.of(layout)
+class _Static(NamedTuple):
+    layout: Layout
+    logical: int
+    dtype: jnp.dtype
+    leading: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(static: _Static, table_RD: jax.Array, ids: jax.Array) -> jax.Array:
+    layout = static.layout
+    axes = TokenAxes.of(layout, static.leading)
 
     def local(table_RD: jax.Array, ids: jax.Array) -> jax.Array:
         ids = axes.gather(ids)
-        index, is_here = _local_index(axes, table_RD.shape[0], logical, ids)
-        rows = table_RD.at[index].get(mode="promise_in_bounds").astype(dtype)
+        index, is_here = _local_index(axes, table_RD.shape[0], static.logical, ids)
+        rows = table_RD.at[index].get(mode="promise_in_bounds").astype(static.dtype)
         return axes.reduce(jnp.where(is_here[..., None], rows, 0))
 
     return jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(layout.spec("vocab", None), axes.spec),
-        out_specs=PartitionSpec(*axes.spec, None),
+        out_specs=axes.spec,
         check_vma=False,
-    )(table_VD, ids_BT)
+    )(table_RD, ids)
 
 
 def _lookup_fwd(
-    layout: Layout, logical: int, dtype: jnp.dtype, table_VD: jax.Array, ids_BT: jax.Array
+    static: _Static, table_RD: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _lookup(layout, logical, dtype, table_VD, ids_BT), (table_VD, ids_BT)
+    return _lookup(static, table_RD, ids), (table_RD, ids)
 
 
 def _lookup_bwd(
-    layout: Layout,
-    logical: int,
-    dtype: jnp.dtype,
-    residuals: tuple[jax.Array, jax.Array],
-    cotangent_BTD: jax.Array,
+    static: _Static, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
-    table_VD, ids_BT = residuals
-    axes = TokenAxes.of(layout)
+    table_RD, ids = residuals
+    layout = static.layout
+    axes = TokenAxes.of(layout, static.leading)
 
     def local(table_RD: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         ids, cotangent = axes.gather(ids), axes.gather(cotangent)
         rows = table_RD.shape[0]
-        index, is_here = _local_index(axes, rows, logical, ids)
+        index, is_here = _local_index(axes, rows, static.logical, ids)
         index = jnp.where(is_here, index, rows)  # out of range: dropped
         # float32 whatever the compute dtype: in bf16 a row that occurs 4,096 times would stop growing at 256.
         gradient_RD = jnp.zeros(table_RD.shape, jnp.float32)
         gradient_RD = gradient_RD.at[index].add(cotangent.astype(jnp.float32), mode="drop")
         return lax.psum(gradient_RD, axes.only_tokens).astype(table_RD.dtype)
 
-    gradient_VD = jax.shard_map(
+    gradient_RD = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(layout.spec("vocab", None), axes.spec, PartitionSpec(*axes.spec, None)),
+        in_specs=(layout.spec("vocab", None), axes.spec, axes.spec),
         out_specs=layout.spec("vocab", None),
         check_vma=False,
-    )(table_VD, ids_BT, cotangent_BTD)
-    return gradient_VD, None
+    )(table_RD, ids, cotangent)
+    return gradient_RD, None
 
 
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
@@ -135,15 +147,23 @@ def _local_index(
 
 
 # Jitted, like the functions of a head: called eagerly, a `shard_map` would compile anew each time.
-@functools.partial(jax.jit, static_argnames=("layout", "logical", "dtype"))
+@functools.partial(jax.jit, static_argnames=("layout", "logical", "dtype", "leading"))
 def lookup(
-    layout: Layout, table_VD: jax.Array, ids_BT: jax.Array, *, logical: int, dtype: jnp.dtype
+    layout: Layout,
+    table_RD: jax.Array,
+    ids: jax.Array,
+    *,
+    logical: int,
+    dtype: jnp.dtype,
+    leading: int = 0,
 ) -> jax.Array:
-    """Rows of a row-sharded table, [B, T, D] in `dtype`; a zero row for ids outside [0, logical).
+    """Rows of a row-sharded table in `dtype`, [*ids.shape, D]; a zero row for ids outside [0, logical).
 
     Args:
-      table_VD: [Vp, D], rows sharded by the rule for `"vocab"`.
-      ids_BT: int32, sharded by the rules for `"batch"` and `"seq"`.
+      table_RD: [R, D], rows sharded by the rule for `"vocab"`.
+      ids: int32 [..., B, T, ...]: B and T sharded by the rules for `"batch"` and `"seq"`, dimensions after them (the
+        hashes of a memory) not sharded.
+      leading: dimensions before B, not sharded. The backward of all of them is one scatter and one reduction.
     """
-    ids_BT = layout.place(ids_BT, "batch", "seq")
-    return _lookup(layout, logical, dtype, table_VD, ids_BT)
+    ids = layout.place(ids, *[None] * leading, "batch", "seq")
+    return _lookup(_Static(layout, logical, dtype, leading), table_RD, ids)

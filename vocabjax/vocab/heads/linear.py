@@ -4,16 +4,24 @@ Tied (Press & Wolf 2016, arXiv:1608.05859): the table is the input's, handed ove
 The two differ in nothing else. Parameters: 0 tied, V·D untied (+ V with a bias). Soft cap: Gemma 2 (arXiv:2408.00118).
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
-from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.param import zeros
-from vocabjax.vocab.inputs.full import table_param
-from vocabjax.vocab.interfaces import Context, Head, HeadConfig, Loss, Objective
+from vocabjax.vocab.interfaces import (
+    Context,
+    Head,
+    HeadConfig,
+    Input,
+    Loss,
+    Objective,
+    Shared,
+    Tokens,
+)
 from vocabjax.vocab.loss import Scoring, linear_cross_entropy, linear_logits, linear_nll
 
 
@@ -31,7 +39,13 @@ class LinearHead(HeadConfig):
     scale: float = 1.0
     softcap: float | None = None
 
-    def build(self, context: Context, objective: Objective) -> Head:
+    def check(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise UserError(f"vocab.head.softcap = {self.softcap} must be positive, or none")
+        if not 0 < abs(self.scale) < math.inf:
+            raise UserError(f"vocab.head.scale = {self.scale} must be finite and not zero")
+
+    def build(self, context: Context, objective: Objective, input: Input) -> Head:
         return MatrixHead(self, context, objective)
 
 
@@ -58,13 +72,11 @@ class UntiedHead(LinearHead):
 
 class MatrixHead(Head):
     def __init__(self, config: LinearHead, context: Context, objective: Objective) -> None:
-        if config.softcap is not None and config.softcap <= 0:
-            raise UserError(f"vocab.head.softcap = {config.softcap} must be positive, or none")
         self.scoring = Scoring(context.scope.layout, context.sizes, config.scale, config.softcap)
         self.objective = objective
         self.width = context.width
         self.table = (
-            table_param(context, "table", "head", config.std)
+            context.table("table", "head", std=config.std)
             if isinstance(config, UntiedHead)
             else None
         )
@@ -84,42 +96,41 @@ class MatrixHead(Head):
     def flops(self) -> int:
         return 2 * self.scoring.sizes.logical * self.width
 
-    def logits(self, table: jax.Array | None, h_BTD: jax.Array) -> jax.Array:
-        return linear_logits(self.scoring, h_BTD, self._rows(table), self._bias())
+    def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
+        return linear_logits(self.scoring, h_BTD, self._rows(shared), self._bias())
 
     def loss(
         self,
-        table: jax.Array | None,
+        shared: Shared,
         h_BTD: jax.Array,
         targets_BT: jax.Array,
         weights_BT: jax.Array | None,
         normalizer: jax.Array | None,
+        tokens: Tokens | None,
     ) -> Loss:
         return linear_cross_entropy(
             self.scoring,
             self.objective,
             h_BTD,
-            self._rows(table),
+            self._rows(shared),
             targets_BT,
             weights_BT,
             bias_V=self._bias(),
             normalizer=normalizer,
         )
 
-    def nll(self, table: jax.Array | None, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         return linear_nll(
             self.scoring,
             self.objective.chunk,
             h_BTD,
-            self._rows(table),
+            self._rows(shared),
             targets_BT,
             bias_V=self._bias(),
         )
 
-    def _rows(self, table: jax.Array | None) -> jax.Array:
-        rows: nnx.Param[jax.Array] | jax.Array | None = self.table if table is None else table
-        assert rows is not None, "a tied head is handed the input's table"
-        return rows[...]
+    def _rows(self, shared: Shared) -> jax.Array:
+        return shared["table"] if self.table is None else self.table[...]
 
     def _bias(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from vocabjax.errors import UserError
 from vocabjax.norms import build_norm
-from vocabjax.param import Role, normal
-from vocabjax.vocab.interfaces import Context, Input, InputConfig, Reads, Rows, Tokens
+from vocabjax.param import Role
+from vocabjax.vocab.interfaces import Context, Input, InputConfig, Reads, Rows, Shared, Tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class FullTable(InputConfig):
     norm: Literal["none", "layernorm", "rmsnorm"] = "none"
     std: float | None = None
 
+    def check(self) -> None:
+        if self.std is not None and not 0 <= self.std < math.inf:
+            raise UserError(
+                f"vocab.input.std = {self.std} must be finite and not negative, or none"
+            )
+        if not isinstance(self.scale, str) and not 0 < abs(self.scale) < math.inf:
+            raise UserError(f"vocab.input.scale = {self.scale} must be finite and not zero")
+
     def build(self, context: Context, *, tied: bool) -> Input:
         return FullInput(self, context, tied=tied)
 
@@ -41,7 +50,7 @@ class FullTable(InputConfig):
 class FullInput(Input):
     def __init__(self, config: FullTable, context: Context, *, tied: bool) -> None:
         role: Role = "tied" if tied else "embed"
-        self.table = table_param(context, "table", role, config.std)
+        self.table = context.table("table", role, std=config.std)
         self.norm = build_norm(config.norm, context.scope / "norm", context.width)
         self.scale = math.sqrt(context.width) if config.scale == "sqrt_width" else config.scale
         self.dtype = context.dtype
@@ -59,19 +68,5 @@ class FullInput(Input):
             x_BTD = (x_BTD.astype(jnp.float32) * self.scale).astype(self.dtype)
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
-    def shared_table(self) -> nnx.Param[jax.Array]:
-        return self.table
-
-
-def table_param(
-    context: Context, name: str, role: Role, std: float | None = None
-) -> nnx.Param[jax.Array]:
-    """A [Vp, D] table, rows sharded, N(0, std²) in its logical rows and zero in the padding; std None: D^−½."""
-    return context.scope.param(
-        name,
-        (context.sizes.padded, context.width),
-        ("vocab", "table_width"),
-        role,
-        normal(context.width**-0.5 if std is None else std),
-        rows=context.sizes.logical,
-    )
+    def shared(self) -> Shared:
+        return {"table": self.table[...]}
