@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from vocabjax.model import Blueprint, Params
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.heads.linear import UntiedHead
-from vocabjax.vocab.interfaces import Tokens
+from vocabjax.vocab.interfaces import Context, Input, InputConfig, Reads, Rows, Tokens
 
 ONE, WIDE = "data=1,model=1", "data=2,model=4"
 # Two key/value heads do not divide over model=4 and model=8; V = 30 is padded to 32 and more; id 3 is banned.
@@ -26,6 +27,42 @@ VOCAB = VocabConfig(size=30, width=16, multiple=4, banned=(3,), head=UntiedHead(
 TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=2, head_dim=4, ffn=16)
 PROMPTS = [[1, 2, 0], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
 GREEDY = SamplingConfig(max_tokens=7, temperature=0)
+
+
+@dataclass(frozen=True)
+class Trigrams(InputConfig):
+    """x_t = Σ_n row_n[(id_t + 7 id_{t−1} + … ) mod 40]: reads two ids back, inside the document."""
+
+    kind: ClassVar[str] = "trigrams"
+
+    def build(self, context: Context, *, tied: bool) -> Input:
+        return TrigramInput(context)
+
+
+class TrigramInput(Input):
+    history = 2
+
+    def __init__(self, context: Context) -> None:
+        self.unigrams = context.table("unigrams", "embed", std=1.0)
+        self.trigrams = context.table("trigrams", "embed", rows=40, std=1.0)
+
+    def tables(self) -> Any:
+        return {"unigrams": self.unigrams, "trigrams": self.trigrams}
+
+    def reads(self, tokens: Tokens) -> Reads:
+        ids_BT, past_BH = tokens.ids_BT, tokens.past_BH
+        if past_BH is None:
+            past_BH = jnp.full_like(ids_BT[:, :1], -1).repeat(2, axis=1)
+        seen = jnp.concatenate([past_BH, ids_BT], axis=1)
+        gram_BT = ids_BT
+        for back in (1, 2):
+            before_BT = seen[:, 2 - back : seen.shape[1] - back]
+            # -1: another document, or none. It must not count, whatever stands there.
+            gram_BT += 7**back * jnp.where(tokens.position_BT >= back, before_BT + 1, 0)
+        return {"unigrams": ids_BT, "trigrams": gram_BT % 40}
+
+    def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
+        return rows["unigrams"] + rows["trigrams"]
 
 
 @functools.cache
@@ -153,6 +190,28 @@ def test_the_frequencies_of_samples_are_the_model_s() -> None:
     p_V = filter_oracle(z_V, 0.5, None, None)
     # Total variation of 512 draws: its mean is at most √(V / 4n) = 0.12.
     assert np.abs(counts_V / 512 - p_V).sum() / 2 < 0.2
+
+
+@pytest.mark.parametrize("mesh", [ONE, WIDE])
+def test_an_input_that_reads_ids_before_decodes_as_in_a_full_pass(mesh: str) -> None:
+    """The past reaches across the prefill, fills as ids are made, and stops where the document began."""
+    end = 29
+    blueprint = Blueprint(dataclasses.replace(VOCAB, input=Trigrams()), TRUNK, layout_on(mesh))
+    params = random_params(blueprint)
+    prompts = [[4], [end], [6, 7, 8, end, 4], [1, 2, 0, 9]]
+    new = generate(blueprint, params, prompts, GREEDY, end_of_text=end)
+    score = quick_jit(lambda p, tokens: blueprint.bind(p).logits(tokens)[0])
+    for prompt, tail in zip(prompts, new, strict=True):
+        first = max((i for i, token in enumerate(prompt) if token == end), default=0)
+        document = prompt[first:] + tail
+        ids_BT = np.zeros((2, 16), np.int32)
+        ids_BT[:, : len(document)] = document
+        with jax.set_mesh(blueprint.layout.mesh):
+            tokens = Tokens.of(put(blueprint.layout, ids_BT, "batch", "seq"))
+            best_T = np.asarray(score(params, tokens))[0].argmax(-1)  # the padding is −∞
+        start = len(prompt) - first - 1
+        assert tail == best_T[start : start + len(tail)].tolist()
+    assert new[0] != new[2], "end-of-text before it changed nothing: the document was not seen"
 
 
 def test_a_prompt_gives_the_same_tokens_in_any_batch() -> None:
