@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from vocabjax.config import Config
+from vocabjax.files import write_atomic
 from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
-from vocabjax.runs import write_atomic
 from vocabjax.train import train
 
 Result = dict[str, Any]

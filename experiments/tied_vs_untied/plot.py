@@ -1,4 +1,4 @@
-"""The figure of the study: curves of a lone cell, or what tying changed against passes, cell by cell."""
+"""The figure of the study, one row per cell: every arm's losses against tokens, and what tying changed of them."""
 
 from pathlib import Path
 from typing import Any
@@ -8,26 +8,26 @@ from matplotlib.figure import Figure
 
 from vocabjax.experiment import Result, read_results
 
-COLORS = {"untied": "C0", "tied": "C1", "tied, equal parameters": "C2"}
-
 
 def plot(results: list[Result], path: Path) -> None:
-    """One row per cell: losses against tokens on the left, difference to untied on the right."""
+    """One row per cell: losses against tokens on the left, difference to the cell's first arm on the right."""
     cells = list(dict.fromkeys(result["cell"] for result in results))
+    arms = list(dict.fromkeys(result["arm"] for result in results))
+    colors = {arm: f"C{index}" for index, arm in enumerate(arms)}
     figure = Figure(figsize=(11, 3.6 * len(cells)), layout="constrained")
     FigureCanvasAgg(figure)
     for row, cell in enumerate(cells):
         mine = [result for result in results if result["cell"] == cell]
         left = figure.add_subplot(len(cells), 2, 2 * row + 1)
         right = figure.add_subplot(len(cells), 2, 2 * row + 2)
-        _losses(left, mine, cell)
-        _differences(right, mine)
+        _losses(left, mine, cell, colors)
+        _differences(right, mine, colors)
     figure.savefig(path, dpi=120)
 
 
-def _losses(axes: Any, results: list[Result], cell: str) -> None:
+def _losses(axes: Any, results: list[Result], cell: str, colors: dict[str, str]) -> None:
     for result in results:
-        color = COLORS[result["arm"]]
+        color = colors[result["arm"]]
         # Step 0 is the untrained model: it would flatten everything else.
         curve = [point for point in result["curve"] if point["step"] > 0]
         tokens = [point["tokens"] for point in curve]
@@ -42,25 +42,26 @@ def _losses(axes: Any, results: list[Result], cell: str) -> None:
     axes.legend(fontsize=8)
 
 
-def _differences(axes: Any, results: list[Result]) -> None:
-    untied = {r["seed"]: r["curve"] for r in results if r["arm"] == "untied"}
-    for arm in list(COLORS)[1:]:
+def _differences(axes: Any, results: list[Result], colors: dict[str, str]) -> None:
+    first, *others = colors
+    reference = {r["seed"]: r["curve"] for r in results if r["arm"] == first}
+    for arm in others:
         seeds = [r for r in results if r["arm"] == arm]
         for key, style in (("validation_loss", "-"), ("training_sample_loss", "--")):
             lines = [
-                [p[key] - q[key] for p, q in zip(r["curve"], untied[r["seed"]], strict=True)][1:]
+                [p[key] - q[key] for p, q in zip(r["curve"], reference[r["seed"]], strict=True)][1:]
                 for r in seeds
             ]
             tokens = [point["tokens"] for point in seeds[0]["curve"]][1:]
             columns = list(zip(*lines, strict=True))
             middle = [sum(column) / len(column) for column in columns]
-            axes.plot(tokens, middle, style, color=COLORS[arm], label=arm if style == "-" else None)
+            axes.plot(tokens, middle, style, color=colors[arm], label=arm if style == "-" else None)
             low, high = [min(c) for c in columns], [max(c) for c in columns]
-            axes.fill_between(tokens, low, high, color=COLORS[arm], alpha=0.15, lw=0)
-    axes.axhline(0, color="C0", lw=1)
+            axes.fill_between(tokens, low, high, color=colors[arm], alpha=0.15, lw=0)
+    axes.axhline(0, color=colors[first], lw=1)
     _mark_passes(axes, results[0])
     axes.set_title(
-        "loss − untied: validation (solid), training (dashed), range of seeds", fontsize=9
+        f"loss − {first}: validation (solid), training (dashed), range of seeds", fontsize=9
     )
     axes.legend(fontsize=8)
 

@@ -27,12 +27,12 @@ from vocabjax.experiment import (
     with_layers,
     write_results,
 )
+from vocabjax.files import write_atomic
 from vocabjax.flags import parse
 from vocabjax.launch import Launch, start
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig
-from vocabjax.runs import write_atomic
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead

@@ -1,0 +1,111 @@
+"""The study of tying: what its arms share, what it reports, and that it can be stopped and started."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import layout_on
+
+from vocabjax.config import differences
+from vocabjax.data import DataConfig
+from vocabjax.experiment import Spread, depth_of_equal_parameters, difference, read_results
+from vocabjax.find import load_experiment
+from vocabjax.log import read_metrics
+from vocabjax.model import Blueprint
+
+study_of_tying: Any = load_experiment("tied_vs_untied")
+CELL = study_of_tying.Cell(width=32, vocab_size=512, train_tokens=4000, passes=2)
+ONE = "data=1,model=1"
+
+
+@pytest.fixture
+def small(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study on the tests' corpus."""
+    source = functools.partial(DataConfig, source=f"files:{corpus}")
+    monkeypatch.setattr(study_of_tying, "DataConfig", source)
+
+
+@pytest.mark.usefixtures("small")
+def test_arms_differ_in_tying_and_depth_alone() -> None:
+    layout = layout_on(ONE)
+    untied, tied, equal = (arm.config for arm in study_of_tying.arms_of(CELL, 3, layout))
+    assert untied.train.seed == 3
+    assert [line.split(":")[0] for line in differences(tied, untied)] == ["vocab.head.kind"]
+    assert [line.split(":")[0] for line in differences(equal, tied)] == ["trunk.layers"]
+    sizes = [Blueprint(c.vocab, c.trunk, layout).count() for c in (untied, tied, equal)]
+    layer = (sizes[2] - sizes[1]) // (equal.trunk.layers - tied.trunk.layers)
+    assert sizes[1] < sizes[0]
+    assert abs(sizes[2] - sizes[0]) <= layer / 2
+    assert depth_of_equal_parameters(tied, sizes[1], layout) == tied.trunk.layers
+
+
+@pytest.mark.usefixtures("small")
+def test_a_study_reports_what_its_runs_say_and_trains_only_what_is_missing(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    start = functools.partial(
+        study_of_tying.study, (CELL,), (0,), runs, out, layout_on(ONE), quiet=True
+    )
+    results = start()
+    assert [r["arm"] for r in results] == ["untied", "tied", "tied, equal parameters"]
+    assert read_results(out / "results.jsonl") == json.loads(json.dumps(results))
+    table = (out / "table.md").read_text()
+    for result in results:
+        steps = [point["step"] for point in result["curve"]]
+        assert steps[0] == 0
+        assert steps == sorted(set(steps))
+        assert result["curve"][-1]["validation_loss"] == result["validation"]["loss"]
+        assert result["curve"][-1]["tokens"] == result["tokens"]
+        assert CELL.passes - 1 < result["passes"] <= CELL.passes  # whole batches only
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| {result['arm']} |")]
+        assert f"| {result['parameters']:,} |" in row
+        assert f"| {result['validation']['loss']:.3f} |" in row
+    assert (out / "curves.png").stat().st_size > 10_000
+
+    directories = sorted(runs.iterdir())
+    assert len(directories) == 3
+    removed = directories[1]
+    (removed / "summary.json").unlink()  # as if it had been killed
+    before = {d: (d / "summary.json").stat().st_mtime_ns for d in directories if d != removed}
+    again = start()
+    assert all((d / "summary.json").stat().st_mtime_ns == before[d] for d in before)
+    for first, second in zip(results, again, strict=True):
+        assert second["validation"] == first["validation"]
+        assert second["curve"] == first["curve"]
+    assert read_metrics(removed / "metrics.jsonl")
+
+
+def record(cell: str, arm: str, seed: int, validation: float, training: float) -> dict[str, Any]:
+    return {
+        "cell": cell,
+        "arm": arm,
+        "seed": seed,
+        "validation": {"loss": validation},
+        "training": {"loss": training},
+    }
+
+
+def test_the_verdict_compares_seed_by_seed_and_names_no_sign_that_seeds_dispute() -> None:
+    names = ("untied", "tied", "tied, equal parameters")
+    losses = {  # by seed: (validation, training) of each arm
+        0: ((5.0, 4.0), (4.9, 4.25), (4.7, 3.0)),
+        1: ((6.0, 5.0), (5.6, 5.05), (6.1, 4.5)),
+    }
+    records = [
+        record("a cell", arm, seed, *pair)
+        for seed, arms in losses.items()
+        for arm, pair in zip(names, arms, strict=True)
+    ]
+    assert study_of_tying.verdict(records) == (
+        "a cell: tying, against untied: on the equal trunk it lowers validation loss by -0.250 (-0.400 … -0.100) nats and "
+        "raises training loss by +0.150 (+0.050 … +0.250); with equal parameters it moves (the sign differs between seeds) "
+        "validation loss by -0.100 (-0.300 … +0.100) nats and lowers training loss by -0.750 (-1.000 … -0.500) (2 seeds).\n"
+    )
+    change = difference(records, "a cell", "tied", "untied", lambda r: r["training"]["loss"])
+    assert (change.mean, change.low, change.high) == pytest.approx((0.15, 0.05, 0.25))
+
+
+def test_a_spread_of_one_value_shows_no_range() -> None:
+    assert Spread.of([1.25]).show() == "1.250"
+    assert Spread.of([1.0, 2.0]).show(1) == "1.5 (1.0 … 2.0)"
