@@ -10,6 +10,7 @@ import numpy as np
 
 from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
 from vocabjax.model import Blueprint, Params
+from vocabjax.paths import path_of
 
 # For programs that run once: compiling takes longer than running, and half as long unoptimised.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -26,7 +27,7 @@ def random_params(blueprint: Blueprint, std: float = 0.3) -> Params:
     """N(0, std²), plus 1 in norms; padding is zero. Equal on every mesh."""
 
     def draw(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        path = "/".join(str(getattr(key, "key", key)) for key in key_path)
+        path = path_of(key_path)
         info = blueprint.infos[path]
         shape = list(leaf.shape)
         if info.axes[0] == "vocab":

@@ -185,6 +185,32 @@ print(state["step"], float(state["params/vocab/input/table"].sum()))
     assert float(total) == pytest.approx(float(table_VD().astype(np.float64).sum()), abs=1e-5)
 
 
+@pytest.mark.parametrize("target", [(2, 4), (1, 8), (1, 1)])
+def test_a_part_is_restored_alone(target: tuple[int, int], saved: Path) -> None:
+    """The parameters of a run, whatever optimiser it had: the other arrays are neither compared nor read."""
+    mesh = make_mesh(*target)
+    params = place(mesh, numpy_state(0.0)).params
+    restored = Checkpoints(saved).restore(abstract(params), None, logical=LOGICAL, part="params/")
+    want = place(mesh, numpy_state()).params
+    chex.assert_trees_all_equal_structs(restored, want)
+    for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(want), strict=True):
+        assert leaf.sharding == other.sharding
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+
+
+def test_differences_within_a_part_are_named(saved: Path) -> None:
+    mesh = make_mesh(2, 4)
+    params = place(mesh, with_leaf(numpy_state(), up=jnp.zeros((2, D), jnp.bfloat16)).params)
+    for changed, told in (
+        (params, r"params/trunk/up is bfloat16\[3,4\] in the checkpoint, bfloat16\[2,4\] in"),
+        ({"vocab": params["vocab"]}, r"params/trunk/up bfloat16\[3,4\] is not in the model"),
+        ({**params, "more": params["trunk"]}, "params/more/up .* is not in the checkpoint"),
+    ):
+        logical = LOGICAL | {"trunk/up": (2, D)}
+        with pytest.raises(UserError, match=told):
+            Checkpoints(saved).restore(abstract(changed), None, logical=logical, part="params/")
+
+
 def with_leaf(state: State, **changes: Any) -> State:
     """The state with its step or its trunk's leaf `up` replaced, or the latter removed (None)."""
     params = dict(state.params)
@@ -219,11 +245,13 @@ def test_any_difference_is_named_and_never_cast(
     # Field report 14: Orbax by itself casts, truncates and pads.
     mesh = make_mesh(2, 4)
     target = place(mesh, with_leaf(numpy_state(), **changes))
+    up = changes.get("up")
+    logical = LOGICAL if up is None else LOGICAL | {"trunk/up": up.shape}
     if words is None:
         assert restore(Checkpoints(saved), target).step == 16_777_217
         return
     with pytest.raises(UserError) as caught:
-        restore(Checkpoints(saved), target)
+        Checkpoints(saved).restore(abstract(target), None, logical=logical)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
 
@@ -238,11 +266,13 @@ def test_another_vocabulary_is_refused_even_if_it_pads_to_the_same_size(saved: P
 
 def test_only_padded_axes_may_change_their_size(saved: Path) -> None:
     target = place(make_mesh(1, 8), numpy_state())
-    with pytest.raises(UserError, match=r"table is float32\[20,4\].*float32\[24,4\]"):
+    with pytest.raises(
+        UserError, match=r"table is float32\[17,4\] \(stored 20,4\).*float32\[24,4\]"
+    ):
         Checkpoints(saved).restore(abstract(target), None, logical={})
     table = jax.ShapeDtypeStruct((16, D), np.float32, sharding=NamedSharding(make_mesh(1, 8), P()))
     target.params["vocab"]["input"]["table"] = table  # fewer rows than the vocabulary has
-    with pytest.raises(UserError, match=r"input/table is float32\[20,4\].*float32\[16,4\]"):
+    with pytest.raises(UserError, match=r"input/table is .*\(stored 20,4\).*\(stored 16,4\)"):
         Checkpoints(saved).restore(target, None, logical=LOGICAL)
 
 

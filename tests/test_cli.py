@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 
 from vocabjax import UserError, __version__, cli, find
+from vocabjax.checkpoint import Checkpoints
+from vocabjax.config import to_json
+from vocabjax.flags import TrainFlags, parse, with_parts
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
@@ -143,13 +146,13 @@ def test_a_dry_run_counts_what_one_device_holds_and_allocates_nothing(
     )
     assert run(*words.split()) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if "float32" in line}
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if "f32[" in line}
     padded = -(-1_000_001 // 512) * 512  # a multiple of 128 on each of four shards
-    assert rows["vocab/head/table"][1] == f"{padded}×8192"
+    assert rows["vocab/head/table"][1] == f"f32[{padded},8192]"
     assert rows["vocab/head/table"][-2:] == ["head", f"{padded * 8192 * 4 // 4:,}"]
     assert rows["trunk/layers/up"][-2:] == ["matrix", f"{80 * 8192 * 28672 * 4 // 8:,}"]
     assert "data=2, model=4 on 8" in out
-    assert re.search(r"^  embed +adamw +[\d,]+ .*vocab/input/table$", out, re.MULTILINE)
+    assert re.search(rf"^  embed +adamw +1 +{padded * 8192:,} ", out, re.MULTILINE)
 
 
 def test_flags_reach_every_part(
@@ -182,12 +185,135 @@ def test_another_kind_of_head_keeps_the_shared_settings(
     assert "kind=untied  bias=False  scale=1.0  softcap=7.0  std=0.5" in capsys.readouterr().out
 
 
+# A memory, as a config of the user's own may bring one; it is never built here.
+MEMORY = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vocabjax.configs.base import config
+from vocabjax.vocab.interfaces import MemoryConfig
+
+
+@dataclass(frozen=True)
+class Shelf(MemoryConfig):
+    """Rows kept on a shelf.
+
+    Attributes:
+      rows: how many.
+      scale: what they are multiplied by.
+    """
+
+    kind: ClassVar[str] = "shelf"
+    rows: int
+    scale: float = 1.0
+
+    def build(self, context, trunk):
+        raise NotImplementedError
+'''
+
+
+def test_every_setting_is_a_flag_of_a_memory_and_a_group_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(MEMORY)
+    words = [
+        "--memory", "shelf", "--vocab.memories.0.rows", "7", "--memory", "shelf", "--vocab.memories.1.rows", "9",
+        "--vocab.memories.1.scale", "0.5", "--group", "queries=trunk/*/q", "--optim.groups.0.group.lr", "3",
+        "--group", "keys=trunk/*/k", "--optim.groups.1.group.frozen", "--head", "untied",
+    ]  # fmt: skip
+    config = with_parts(find.load_config(str(mine))[1], words)
+    flags = parse(TrainFlags, "train mine", words, TrainFlags(config=config))
+    values = json.loads(to_json(flags.config))
+    assert values["vocab"]["memories"] == [
+        {"kind": "shelf", "rows": 7, "scale": 1.0},
+        {"kind": "shelf", "rows": 9, "scale": 0.5},
+    ]
+    groups = values["optim"]["groups"]
+    assert [(g["name"], g["pattern"]) for g in groups] == [
+        ("queries", "trunk/*/q"),
+        ("keys", "trunk/*/k"),
+    ]
+    assert [(g["group"]["lr"], g["group"]["frozen"]) for g in groups] == [(3, False), (1, True)]
+
+    # Every setting of that config: none is left without a flag. The kinds have --head, --input and --memory.
+    settings: list[str] = []
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {str(index): part for index, part in enumerate(value)}
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}.{key}" if name else key, inner)
+        elif not name.endswith(".kind"):
+            settings.append(name)
+
+    walk("", values)
+    capsys.readouterr()
+    assert run("train", mine, *words, "--help") == 0
+    shown = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
+    assert len(settings) > 60
+    assert [s for s in settings if f"--{s.replace('_', '-')}" not in shown] == []
+    assert "--vocab.memories.0.rows" in fails(capsys, "train", mine, "--memory", "shelf")
+
+
+def test_a_group_of_ones_own_trains(
+    corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*train(corpus, tmp_path, "frozen"), "--devices", "1", "--train.steps", "3"]
+    group = ["--group", "queries=trunk/*/q", "--optim.groups.0.group.frozen"]
+    assert run(*words, *group) == 0
+    held = Checkpoints(tmp_path / "frozen" / "checkpoints").describe().leaves
+    assert not [path for path in held if path.startswith("optimizer") and path.endswith("/q")]
+    assert [path for path in held if path.startswith("optimizer") and path.endswith("/k")]
+    assert run(*words, *group) == 0  # the same command again
+    assert "finished already" in capsys.readouterr().out
+    assert "optim.groups" in fails(capsys, *words)
+
+
+@pytest.mark.parametrize("command", ["train tied", "eval", "sample", "inspect"])
+def test_help_says_what_each_flag_is_for_and_fits_eighty_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*command.split(), "--help") == 0
+    _, options = capsys.readouterr().out.split(" options", 1)
+    assert max(map(len, options.splitlines())) <= 80
+    # Beside the flag and what it takes, two spaces away, or below.
+    told: dict[str, str] = {}
+    for line in options.splitlines():
+        if re.match(r"[│ ] --[a-z]", line):
+            flag, _, text = line[2:].partition("  ")
+            name = flag.split(maxsplit=1)[0].rstrip(",")
+            told[name] = text.strip("│ ")
+        elif told:
+            told[name] += line.strip("│ ")
+    assert "--runs" in told
+    assert [name for name, text in told.items() if not text or text.startswith("(default")] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "configs",
+        "train untied --dry-run --vocab.size 4097 --devices 8 --mesh data=2,model=4 --rules fsdp,vocab=model+data",
+        "train tied --dry-run --vocab.size 300 --devices 1 --group queries=trunk/*/q --optim.groups.0.group.lr 4",
+    ],
+)  # fmt: skip
+def test_what_is_printed_fits_eighty_columns(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*words.split()) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
 def test_help_is_grouped_and_carries_the_configs_own_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("train", "untied", "--help") == 0
     out = capsys.readouterr().out
-    assert "vocab.head options" in out and re.search(r"--train.steps INT +\(default: 200\)", out)
+    assert "vocab.head options" in out and re.search(r"--train.steps INT[^-]*\(default: 200\)", out)
     assert "--vocab.head.std" in out  # an untied head's own
     assert run() == 0
     out = capsys.readouterr().out
@@ -232,6 +358,7 @@ TRAIN = ["train", "tied", *SMALL, "--quiet"]
         ("train tied --name ../elsewhere", "--name '../elsewhere' must be a plain name"),
         ("train tied --devices 1 --mesh data=3", "mesh data=3 needs 3 devices, but there are 1"),
         ("train tied --mesh data", "--mesh 'data': cannot read 'data'"),
+        ("train tied --devices 8 --mesh data=4,tensor=2", "no rule uses axis 'tensor'"),
         ("train tied --rules fdsp", "unknown rule set 'fdsp'; did you mean 'fsdp'?"),
         ("train tied --processes 2", "--coordinator, --processes and --process-id go together"),
         ("train tied --optim.head.lr 5 --devices 1 --vocab.size 300 --dry-run", "the model is tied"),
@@ -416,6 +543,26 @@ def test_eval_prints_a_table_and_reads_other_text(
     )
 
 
+def test_eval_says_when_the_data_have_changed(
+    corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    shutil.copy(corpus, text)
+    assert run(*train(text, tmp_path, "moved"), "--devices", "1", "--train.steps", "3") == 0
+    told = "The data have changed since the run was trained."
+    first = evaluated(capsys, "moved", "--runs", tmp_path)
+    assert first["data_changed"] is False
+    text.write_text(text.read_text() + json.dumps({"text": "one document more"}) + "\n")
+    second = evaluated(capsys, "moved", "--runs", tmp_path)
+    assert second["data_changed"] is True
+    assert run("eval", "moved", "--runs", tmp_path) == 0
+    assert told in capsys.readouterr().out.splitlines()
+    shutil.copy(corpus, text)
+    assert evaluated(capsys, "moved", "--runs", tmp_path) == first
+    assert run("eval", "moved", "--runs", tmp_path) == 0
+    assert told not in capsys.readouterr().out
+
+
 def test_sample_continues_each_prompt(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     words = ["sample", "done", "--runs", runs, "--max-tokens", "8", "--temperature", "0"]
@@ -440,9 +587,22 @@ def test_inspect_describes_a_run(runs: Path, capsys: pytest.CaptureFixture[str])
     size = json.loads((runs / "done/data.json").read_text())["size"]
     assert "done: finished" in out
     assert "vocab.width: 64 → 16" in out
-    assert re.search(rf"^ +{STEPS} .*vocab={size}, \d+ arrays", out, re.MULTILINE)
+    assert re.search(rf"^ +{STEPS} +[\d.]+ +\d+ arrays, ", out, re.MULTILINE)
     assert f"{size * 16:,} in the vocabulary" in out
     assert tree(runs) == before
+
+
+def test_inspect_says_what_a_run_started_from(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "done", tmp_path / "source")
+    words = [*train(corpus, tmp_path, "more"), "--devices", "1", "--train.steps", "3"]
+    assert "no run 'sauce'" in fails(capsys, *words, "--init", "sauce")
+    assert not (tmp_path / "more").exists()
+    assert run(*words, "--init", "source") == 0
+    best = evaluated(capsys, "source", "--runs", tmp_path)["step"]
+    assert run("inspect", "more", "--runs", tmp_path) == 0
+    assert f"run 'source', step {best}\n" in capsys.readouterr().out
 
 
 def test_a_damaged_run_is_refused_and_left_alone(
@@ -509,7 +669,8 @@ def test_a_stopped_run_on_eight_devices_is_inspected_and_resumed_on_one(
     out = capsys.readouterr().out
     assert f"step {step} of {STEPS} logged" in out
     size = json.loads((tmp_path / "stopped/data.json").read_text())["size"]
-    assert f"vocab={size}," in out and f"{size * 16:,} in the vocabulary" in out
+    assert re.search(rf"^ +{step} .* arrays, ", out, re.MULTILINE)
+    assert f"{size * 16:,} in the vocabulary" in out
     assert evaluated(capsys, "stopped", "--runs", tmp_path)["step"] == step
 
     resume = re.search(r"resume with: run.py (train .*)", out)

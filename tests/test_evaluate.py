@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from models import layout_on, random_params
 
-from tests.models import layout_on, random_params
 from vocabjax import IdError, UntiedHead
 from vocabjax.data import TokenStream
 from vocabjax.evaluate import Evaluation, Evaluator, frequency_bins

@@ -1,15 +1,18 @@
 """What the documents show runs."""
 
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from test_train import config_of, layout_on
 
-from tests.test_train import config_of, layout_on
+from vocabjax import cli, find
 from vocabjax.config import from_json, to_json
+from vocabjax.flags import EvalFlags, SampleFlags, TrainFlags, parse, with_parts
 from vocabjax.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +43,22 @@ def test_the_variant_of_the_guide_trains(corpus: Path, tmp_path: Path) -> None:
     plain = replace(config, vocab=replace(config.vocab, head=type(head).__mro__[1]()))
     other = train(plain, tmp_path / "plain", layout_on("data=2,model=4"), quiet=True)
     assert summary["parameters"] == other["parameters"] + 1
+
+
+SHOWN = [
+    *re.findall(r"^python run\.py (.+)$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE),
+    *re.findall(r"^  run\.py (.+)$", cli.OVERVIEW, re.MULTILINE),
+]
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_every_command_shown_is_understood(line: str) -> None:
+    command, *words = shlex.split(line)
+    if command == "train":
+        config = with_parts(find.load_config(words[0])[1], words[1:])
+        parse(TrainFlags, command, words[1:], TrainFlags(config=config)).config.check()
+    else:
+        parse({"eval": EvalFlags, "sample": SampleFlags}[command], command, words)
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,10 +18,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+from hlo import buffers, collectives
+from models import layout_on
 
-from tests.hlo import buffers, collectives
-from tests.models import layout_on
 from vocabjax import IdError, TiedHead, UntiedHead, UserError
+from vocabjax import load as loading
 from vocabjax import train as training
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, TrainConfig
@@ -28,6 +31,7 @@ from vocabjax.load import adopt, load_run
 from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.optim import GroupConfig, OptimConfig
+from vocabjax.paths import path_of
 from vocabjax.runs import Run
 from vocabjax.step import init_state, make_step, to_device
 from vocabjax.train import Setup, train
@@ -66,7 +70,7 @@ def trained(config: Config, directory: Path, layout: Layout) -> tuple[dict[str, 
     size = setup.blueprint.sizes.logical
 
     def logical(key_path: Any, leaf: jax.Array) -> np.ndarray:
-        info = setup.blueprint.infos["/".join(str(key.key) for key in key_path)]
+        info = setup.blueprint.infos[path_of(key_path)]
         return np.asarray(leaf)[:size] if info.axes[0] == "vocab" else np.asarray(leaf)
 
     return summary, jax.tree_util.tree_map_with_path(logical, state.params)
@@ -232,6 +236,33 @@ def test_a_finished_run_is_not_trained_again(reference: Any, corpus: Path) -> No
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
+def test_a_run_killed_before_its_summary_logs_its_last_evaluation_once(
+    reference: Any, corpus: Path, tmp_path: Path
+) -> None:
+    expected, _, directory = reference
+    shutil.copytree(directory, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    again = train(config_of(corpus), tmp_path / "run", layout_on(ONE), quiet=True)
+    assert again == {**expected, "name": "run"}
+    ours, theirs = (read_metrics(d / "metrics.jsonl") for d in (tmp_path / "run", directory))
+    assert ours == theirs
+
+
+def test_parameters_are_loaded_without_the_optimiser(
+    reference: Any, corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(reference[2], tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"adamw"', '"sgd"'))
+    for mesh in (ONE, "data=2,model=4"):
+        loaded = load_run(Run(tmp_path / "run"), layout_on(mesh), "latest")
+        assert loaded.step == 6
+        chex.assert_trees_all_equal(
+            jax.tree.map(lambda x, full: np.asarray(x)[: len(full)], loaded.params, reference[1]),
+            reference[1],
+        )
+
+
 def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +321,7 @@ def test_starting_from_another_run_keeps_tied_and_untied_apart(
 
     def start(head: str, init: str, name: str) -> Any:
         config = config_of(corpus, head=heads[head], steps=3)
-        return train(config, tmp_path / name, layout, init=Run(source[init]), quiet=True)
+        return train(config, tmp_path / name, layout, init=init, quiet=True)
 
     # Tied from tied: one table, and it begins where the other ended.
     first = start("tied", "tied", "more")
@@ -320,7 +351,72 @@ def test_starting_from_a_run_of_another_tokenizer_is_refused(
     config = config_of(corpus)
     config = replace(config, data=replace(config.data, vocab_size=280))
     with pytest.raises(UserError, match=r"another tokenizer.*--data\.tokenizer"):
-        train(config, tmp_path / "run", layout_on(ONE), init=Run(reference[2]), quiet=True)
+        train(config, tmp_path / "run", layout_on(ONE), init=str(reference[2]), quiet=True)
+
+
+def test_a_start_does_not_depend_on_how_either_run_pads_its_tables(
+    reference: Any, corpus: Path, tmp_path: Path
+) -> None:
+    """The source pads its rows to a multiple of 1 on one device; this model to one of 64 on eight."""
+    layout = layout_on("data=1,model=8")
+    config = config_of(corpus, steps=3)
+    config = replace(config, vocab=replace(config.vocab, multiple=64))
+    with jax.set_mesh(layout.mesh):
+        blueprint = Setup.of(config, layout).blueprint
+        params = adopt(blueprint, load_run(Run(reference[2]), layout, 6, multiple=64))
+        chex.assert_trees_all_equal_shapes_and_dtypes(params, blueprint.abstract())
+    size = blueprint.sizes.logical
+    assert blueprint.sizes.padded > size
+    for name in ("input", "head"):
+        table = np.asarray(params["vocab"][name]["table"])
+        np.testing.assert_array_equal(table[:size], reference[1]["vocab"][name]["table"])
+        assert not table[size:].any()
+    chex.assert_trees_all_equal(params["trunk"], reference[1]["trunk"])
+    train(config, tmp_path / "run", layout, init=str(reference[2]), quiet=True)
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["validation_loss"] == pytest.approx(reference[0]["validation"]["loss"], rel=1e-5)
+    wider = replace(config.vocab, size=size + 1)
+    with jax.set_mesh(layout.mesh):
+        bigger = Setup.of(replace(config, vocab=wider), layout).blueprint
+        with pytest.raises(
+            UserError, match=rf"of shape \({size}, 16\) in run .*\({size + 1}, 16\)"
+        ):
+            adopt(bigger, load_run(Run(reference[2]), layout, 6, multiple=64))
+
+
+def test_a_run_remembers_what_it_started_from(
+    reference: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layout = config_of(corpus), layout_on(ONE)
+    source = tmp_path / "source"
+    shutil.copytree(reference[2], source)
+    expected = train(config, tmp_path / "whole", layout, init="source", quiet=True)
+
+    # Killed before its first checkpoint, and once after it; meanwhile its source gets better, and then is gone.
+    directory = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Trainer, "run", lambda self: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            train(config, directory, layout, init="source", quiet=True)
+    step = Checkpoints(source / "checkpoints").best()
+    fingerprint = Run(source).facts()["fingerprint"]
+    facts = json.loads((directory / "data.json").read_text())
+    assert facts["init"] == {"run": "source", "step": step, "fingerprint": fingerprint}
+    assert step == 6
+    for module in (loading, training):
+        monkeypatch.setattr(module, "saved_step", lambda run, step="best": 3 if step == "best" else step)  # fmt: skip
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(training.Interrupted):
+            train(config, directory, layout, quiet=True)
+    shutil.rmtree(source)
+    for init in ("other", str(tmp_path / "elsewhere" / "run")):
+        with pytest.raises(UserError, match=r"was started from run 'source', not from"):
+            train(config, directory, layout, init=init, quiet=True)
+    summary = train(config, directory, layout, init="source", quiet=True)
+    assert summary["validation"] == expected["validation"]
+    with pytest.raises(UserError, match="was started from fresh parameters, not from 'source'"):
+        train(config, reference[2], layout, init="source", quiet=True)
 
 
 @pytest.mark.parametrize("head", [TiedHead(), UntiedHead()], ids=["tied", "untied"])
@@ -338,16 +434,15 @@ def test_the_compiled_step_holds_no_logits_and_gathers_no_table(
         state = init_state(setup.optimizer, setup.blueprint.init(0))
         batch = to_device(layout, next(setup.batches()), None, "batch", "seq")
         text = make_step(setup.blueprint, setup.optimizer).lower(state, batch).compile().as_text()
-    rows, width = setup.blueprint.sizes.padded, config.vocab.width
+    rows = setup.blueprint.sizes.padded
     shard = rows // layout.shards("vocab")
     tokens = 8 * 16 // layout.shards("batch")  # of one microbatch, on one device
     for shape in buffers(text):
-        if (shape and shape[-1] in (rows, shard)) or (len(shape) > 1 and shape[0] in (rows, shard)):
-            others = np.prod(shape) // (rows if rows in shape else shard)
-            assert others < tokens, f"logits of all tokens: {shape}"
+        for size in {rows, shard} & set(shape):
+            assert np.prod(shape) // size < tokens, f"logits of all tokens: {shape}"
     for kind, shape in collectives(text):
         if kind == "all-gather":
-            assert not (shape[-1:] == (width,) and shape[-2] >= shard), f"gathered table: {shape}"
+            assert not {rows, shard} & set(shape), f"gathered table: {shape}"
 
 
 def command(corpus: Path, runs: Path, *flags: str) -> list[str]:
@@ -357,7 +452,7 @@ def command(corpus: Path, runs: Path, *flags: str) -> list[str]:
         "--trunk.layers",
         "1",
         "--trunk.heads",
-        "2",
+        "4",
         "--trunk.kv-heads",
         "1",
         "--trunk.ffn",
@@ -433,28 +528,88 @@ def progress(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
+def joined(words: list[str], directories: list[Path]) -> list[subprocess.Popen[bytes]]:
+    """One process of the command in each directory, all of one job."""
+    with socket.socket() as listener:  # a free port, so that tests side by side do not meet
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    join = ["--coordinator", f"localhost:{port}", "--processes", str(len(directories))]
+    return [
+        subprocess.Popen(
+            [*words, *join, "--process-id", str(index)],
+            cwd=directory,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index, directory in enumerate(directories)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[bytes]]) -> list[tuple[int, str]]:
+    """Exit code and standard error of each."""
+    try:
+        errors = [process.communicate(timeout=240)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
 @pytest.mark.parametrize("mesh", ["data=4,model=1", "data=2,model=2", "data=1,model=4"])
 def test_two_processes_train_like_one(mesh: str, corpus: Path, tmp_path: Path) -> None:
     one = command(corpus, tmp_path / "one", "--devices", "4", "--mesh", mesh)
     two = command(corpus, tmp_path / "two", "--devices", "2", "--mesh", mesh)
-    with socket.socket() as listener:  # a free port, so that tests side by side do not meet
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    join = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
-    processes = [
-        subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for words in ([*two, *join, "0"], [*two, *join, "1"], one)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors.decode()
-    finally:
-        for process in processes:
-            process.kill()
+    alone = subprocess.Popen(one, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for code, errors in ended([*joined(two, [tmp_path] * 2), alone]):
+        assert code == 0, errors
     a, b = (
         json.loads((tmp_path / name / "run" / "summary.json").read_text())
         for name in ("one", "two")
     )
     assert b["validation"]["loss"] == pytest.approx(a["validation"]["loss"], rel=1e-5)
     assert b["training"]["nll"] == pytest.approx(a["training"]["nll"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("lose", ("process 1 failed; its own output says why", "no file matches 'text.jsonl'")),
+        ("edit", ("process 0 has other data than process 1", "process 1 has other data than process 0")),
+    ],
+)  # fmt: skip
+def test_what_one_process_cannot_use_ends_both(
+    change: str, told: tuple[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        directory.mkdir()
+        shutil.copy(corpus, directory / "text.jsonl")
+    mine = directories[1] / "text.jsonl"
+    if change == "lose":
+        mine.unlink()
+    else:
+        mine.write_text(mine.read_text() + json.dumps({"text": "one document more"}) + "\n")
+    words = command(Path("text.jsonl"), tmp_path / "runs", "--devices", "1", "--mesh", "data=2")
+    for (code, errors), told_here in zip(ended(joined(words, directories)), told, strict=True):
+        assert code == 2
+        assert told_here in errors and "Traceback" not in errors
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sigterm_to_one_process_stops_both_at_one_step(corpus: Path, tmp_path: Path) -> None:
+    words = command(corpus, tmp_path, "--devices", "1", "--mesh", "data=2")
+    words[words.index("--train.steps") + 1] = "100000"
+    processes = joined(words, [tmp_path] * 2)
+    deadline = time.monotonic() + 200
+    while progress(tmp_path / "run") < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    ends = ended(processes)
+    steps = set()
+    for code, errors in ends:
+        assert code == 128 + signal.SIGTERM, errors
+        stopped = re.search(r"run: stopped and saved at step (\d+)", errors)
+        assert stopped is not None and "Traceback" not in errors
+        steps.add(int(stopped[1]))
+    assert steps == {Checkpoints(tmp_path / "run" / "checkpoints").latest()}

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from vocabjax.errors import UserError
+from vocabjax.paths import by_path
 
 PyTree = Any
 Shapes = Mapping[str, Sequence[int]]  # path of a parameter → shape without padding
@@ -112,7 +113,7 @@ class Checkpoints:
                 )
             self._rotation.losses[step] = _loss(record["metrics"])
             self._writer.save_checkpointables_async(
-                step, {"state": _leaves(state)}, force=True, custom_metadata={"vocabjax": record}
+                step, {"state": by_path(state)}, force=True, custom_metadata={"vocabjax": record}
             )
         if wait:
             self.wait()
@@ -159,25 +160,29 @@ class Checkpoints:
         *,
         logical: Shapes,
         step: int | None = None,
+        part: str = "",
     ) -> PyTree:
         """The state of `step` (default: the latest), with the structure and shardings asked for.
 
         `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, `logical` maps parameter
-        paths to shapes without padding. Each device reads its own shard only. The iterator, if given, is set to where it was. Raises UserError if a shape, a
-        dtype, the structure or a logical shape differs (it names the array and both values), or if
-        the checkpoint is missing or damaged.
+        paths to shapes without padding. With a `part`, such as "params/", it is the tree below that path, and nothing else of
+        the checkpoint is read or compared. Each device reads its own shard only. The iterator, if given, is set to where it
+        was. Raises UserError if a shape, a dtype, the structure or a logical shape differs (it names the array and both
+        values), or if the checkpoint is missing or damaged.
         """
         path = self._path(step)
         saved = self.describe(int(path.name))
-        wanted = _leaves(abstract_state)
+        wanted = {part + name: leaf for name, leaf in by_path(abstract_state).items()}
         shapes = {name: _logical_shape(name, leaf.shape, logical) for name, leaf in wanted.items()}
-        _require_match(path, saved, wanted, shapes)
+        leaves = {name: leaf for name, leaf in saved.leaves.items() if name.startswith(part)}
+        _require_match(path, replace(saved, leaves=leaves), wanted, shapes)
         if iterator is not None and saved.iterator is None:
             raise UserError(f"{path}: holds no data position; it cannot resume training")
 
         context = ocp.Context()
         # Only the sizes that differ by padding get here: _require_match has refused all others.
         context.array.loading.enable_padding_and_truncation = True
+        context.pytree.loading.partial_load = bool(part)
         with _reading(path), context:
             arrays = ocp.load_checkpointables(path, {"state": wanted})["state"]
         for name, array in arrays.items():
@@ -258,14 +263,6 @@ def _loss(metrics: Mapping[str, float]) -> float:
 def _ranked(losses: Mapping[int, float]) -> list[int]:
     """The steps that have a loss, best first."""
     return sorted((s for s in losses if math.isfinite(losses[s])), key=lambda s: (losses[s], s))
-
-
-def _leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves by path, such as `params/vocab/input/table`, in the order of the tree."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def _logical_shape(name: str, stored: tuple[int, ...], logical: Shapes) -> tuple[int, ...]:

@@ -21,12 +21,13 @@ from vocabjax.errors import UserError, nearest
 from vocabjax.evaluate import Evaluator
 from vocabjax.flags import EvalFlags, InspectFlags, SampleFlags, TrainFlags, parse, with_parts
 from vocabjax.generate import generate
-from vocabjax.launch import start
+from vocabjax.launch import Launch, start
 from vocabjax.load import load_run, run_data
 from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
+from vocabjax.processes import together
 from vocabjax.runs import Run
 from vocabjax.train import Interrupted, check_fit, train
 
@@ -123,7 +124,7 @@ def _train(words: list[str]) -> None:
         flags.config,
         directory,
         layout,
-        init=None if flags.run.init is None else Run.open(flags.run.init, flags.run.runs),
+        init=flags.run.init,
         tensorboard=flags.run.tensorboard,
         wandb=flags.run.wandb,
         quiet=flags.run.quiet,
@@ -139,7 +140,7 @@ def _dry_run(config: Config, layout: Layout) -> None:
         note = "V is set: the data were not read"
         if config.vocab.size is None:
             config = config.with_size(prepare(config.data).size)
-            note = f"V = {config.vocab.size} was read from the prepared data ({config.data.source})"
+            note = "V was read from the prepared data"
         blueprint = Blueprint(config.vocab, config.trunk, layout)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         flops = blueprint.train_flops(config.data.length)
@@ -151,9 +152,8 @@ def _dry_run(config: Config, layout: Layout) -> None:
             )
         )
         print(describe.section("optimiser groups", describe.group_text(config.optim, blueprint)))
-    print(
-        f"{flops:,} training FLOPs per token; {note}. Dry run: no parameter was allocated, no run made."
-    )
+    print(f"{flops:,} training FLOPs per token; {note}")
+    print("dry run: no parameter was allocated, no run made")
 
 
 def _eval(words: list[str]) -> None:
@@ -162,31 +162,29 @@ def _eval(words: list[str]) -> None:
     layout = start(flags.launch, one_device=True)
     with jax.set_mesh(layout.mesh):
         config = run.config()
-        dataset = run_data(run, config, flags.data)
         batch = (
             config.train.batch // config.train.accumulate if flags.batch is None else flags.batch
         )
         if batch < 1:
             raise UserError(f"--batch = {batch} must be at least 1")
         layout.require("--batch", "batch", batch)
+        dataset, changed = together(lambda: run_data(run, flags.data))
         loaded = load_run(run, layout, flags.step)
         evaluator = Evaluator(loaded.blueprint, run.counts())
         stream = dataset.validation
         evaluation = asdict(evaluator(loaded.params, stream, config.data.length, batch))
     source = flags.data or config.data.source
-    facts = run.facts()
-    changed = flags.data is None and (len(stream.tokens), stream.bytes) != (
-        facts["validation_tokens"],
-        facts["validation_bytes"],
-    )
     if jax.process_index() != 0:
         return
     if flags.json:
         head = {"run": run.name, "step": loaded.step, "source": source, "split": "validation"}
-        print(json.dumps({**head, "bytes": stream.bytes, **evaluation}, indent=2))
+        facts = {**head, "data_changed": changed, "bytes": stream.bytes}
+        print(json.dumps({**facts, **evaluation}, indent=2))
         return
-    print(f"{run.name} at step {loaded.step}, on the validation split of {source}", end="")
-    print(" (CHANGED since the run was trained)\n" if changed else "\n")
+    print(f"{run.name} at step {loaded.step}, on the validation split of {source}")
+    if changed:
+        print("The data have changed since the run was trained.")
+    print()
     print(describe.evaluation_text(evaluation))
 
 
@@ -220,25 +218,23 @@ def _sample(words: list[str]) -> None:
 def _inspect(words: list[str]) -> None:
     flags = parse(InspectFlags, "inspect", words)
     run = Run.open(flags.run, flags.runs)
-    config, facts, summary = run.config(), run.facts(), run.summary()
+    config, summary = run.config(), run.summary()
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy with this very run
     lines = read_metrics(run.directory / "metrics.jsonl")
     step = max((int(line["step"]) for line in lines), default=0)
     resume = ["run.py", "train", str(run.directory / "config.json")]
     if run.directory.parent != Path("runs"):
         resume += ["--runs", str(run.directory.parent)]
-    state = (
-        "finished"
-        if summary is not None
-        else f"step {step} of {config.train.steps} logged; unless it is running, resume with: {shlex.join(resume)}"
-    )
-    print(f"{run.directory}: {state}\n")
-    if summary is not None:
+    if summary is None:
+        print(f"{run.directory}: step {step} of {config.train.steps} logged")
+        print(f"unless it is running, resume with: {shlex.join(resume)}\n")
+    else:
+        print(f"{run.directory}: finished\n")
         print(describe.section("result", describe.summary_text(summary)))
     base = find.load_config("base")[1]
     changes = differences(config, base)
     print(describe.section("config, where it differs from base", "\n".join(changes) or "nowhere"))
-    print(describe.section("data", "\n".join(f"{key}  {value}" for key, value in facts.items())))
+    print(describe.section("data", _data_text(run)))
     print(describe.section("code", _code_text(run)))
     print(describe.section("checkpoints", _checkpoint_text(run)))
     losses = [
@@ -248,7 +244,7 @@ def _inspect(words: list[str]) -> None:
         (last, last_loss), (best, best_loss) = losses[-1], min(losses, key=lambda pair: pair[1])
         text = f"last {last_loss:.4f} at step {last}; best {best_loss:.4f} at step {best}"
         print(describe.section("validation loss", text))
-    layout = Layout.make()
+    layout = start(Launch(), one_device=True)
     with jax.set_mesh(layout.mesh):
         blueprint = Blueprint(config.vocab, config.trunk, layout)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
@@ -274,12 +270,26 @@ def _checkpoint_text(run: Run) -> str:
     return describe.table(("step", "validation loss", "holds"), rows) if rows else "none yet"
 
 
+def _data_text(run: Run) -> str:
+    facts = {key.replace("_", " "): value for key, value in run.facts().items() if key != "init"}
+    facts["fingerprint"] = f"{facts['fingerprint'][:16]}…"
+    if (origin := run.origin()) is not None:
+        facts["started from"] = f"run {origin.run!r}, step {origin.step}"
+    return describe.table(("fact", "value"), facts.items())
+
+
 def _code_text(run: Run) -> str:
     code = run.code()
     commit = code["commit"] or "not from a git checkout"
     dirty = " with uncommitted changes (code.patch)" if code["uncommitted_changes"] else ""
     versions = ", ".join(f"{name} {v}" for name, v in code["versions"].items() if v is not None)
-    return f"{commit}{dirty}\npython {code['python']}, {versions}\ncommand: {shlex.join(code['command'])}"
+    return "\n".join(
+        [
+            f"{commit}{dirty}",
+            describe.hang("versions  ", f"python {code['python']}, {versions}"),
+            describe.hang("command   ", shlex.join(code["command"])),
+        ]
+    )
 
 
 def _experiment(words: list[str]) -> None:

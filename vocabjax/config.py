@@ -11,6 +11,7 @@ import json
 import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cattrs
@@ -18,13 +19,20 @@ from cattrs.gen import make_dict_structure_fn
 from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
+from vocabjax import optim
 from vocabjax.data import DataConfig
 from vocabjax.errors import UserError, nearest
-from vocabjax.optim import OptimConfig, check
+from vocabjax.optim import OptimConfig
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab import heads, inputs, memories
 from vocabjax.vocab.core import VocabConfig
-from vocabjax.vocab.interfaces import PartConfig
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
+
+PARTS: dict[type[PartConfig], ModuleType] = {
+    InputConfig: inputs,
+    HeadConfig: heads,
+    MemoryConfig: memories,
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,11 @@ class TrainConfig:
       batch: sequences per step, over all devices and microbatches.
       accumulate: A, microbatches a step is cut into.
       seed: of the initial parameters and the order of the batches.
-      log_every, eval_every, checkpoint_every: in steps; the last step always does all three.
-      keep_last, keep_best: checkpoints kept; best means lowest validation loss.
+      log_every: steps between two lines of the log; the last step is logged too.
+      eval_every: steps between two evaluations; the last step is evaluated too.
+      checkpoint_every: steps between two checkpoints; the last step is saved too.
+      keep_last: how many of the latest checkpoints are kept.
+      keep_best: how many of those of lowest validation loss are kept beside them.
     """
 
     steps: int = 600
@@ -78,7 +89,7 @@ class Config:
         self.vocab.check()
         self.trunk.check(self.vocab.width)
         self.train.check()
-        check(self.optim, self.train.steps)
+        optim.check(self.optim, self.train.steps)
 
     def with_size(self, size: int) -> "Config":
         """The config with V filled in from the data.
@@ -124,9 +135,10 @@ def from_json(text: str, where: str = "config") -> Config:
 def load_config(path: Path) -> Config:
     """Reads a `config.json`. Raises UserError naming the file."""
     try:
-        return from_json(path.read_text(), str(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    return from_json(text, str(path))
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:
@@ -158,6 +170,12 @@ def _converter() -> cattrs.Converter:
 
     # A part is written with its kind; where the config asks for any input, head or memory, the kind says which class.
     def unstructure(part: Any) -> dict[str, Any]:
+        if "kind" not in vars(
+            type(part)
+        ):  # written under its parent's, it would be read back as its parent
+            raise UserError(
+                f"{type(part).__name__} needs a `kind` of its own, to be named in files"
+            )
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
         return {"kind": part.kind, **{k: converter.unstructure(v) for k, v in values.items()}}
 
@@ -165,33 +183,57 @@ def _converter() -> cattrs.Converter:
 
     @converter.register_structure_hook_factory(is_part)
     def _(base: type[PartConfig]) -> Any:
-        kinds = {cls.kind: cls for cls in concrete(base)}
+        known = kinds(base)
         fields = {
             kind: make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
-            for kind, cls in kinds.items()
+            for kind, cls in known.items()
         }
 
         def structure(values: Any, _: Any) -> Any:
             values = dict(values)
             kind = values.pop("kind", None)
-            if kind not in kinds:
-                raise UserError(f"unknown {base.__name__} kind {kind!r}{nearest(str(kind), kinds)}")
-            return fields[kind](values, kinds[kind])
+            if kind not in known:
+                raise UserError(
+                    f"unknown {base.__name__} kind {kind!r}{nearest(str(kind), known)} (a part of your own is found "
+                    f"where its module is {PARTS[base].__name__.replace('.', '/')}/NAME.py)"
+                )
+            return fields[kind](values, known[kind])
 
         return structure
 
     return converter
 
 
-def concrete(base: type[PartConfig]) -> list[type[PartConfig]]:
-    """Every kind of a part: those in `vocabjax/vocab/{inputs,heads,memories}`, and those a config brought along."""
+def kinds(base: type[PartConfig]) -> dict[str, type[PartConfig]]:
+    """Kind → class of an input, a head or a memory: those in `vocabjax/vocab/…`, and those a config brought along.
+
+    Raises:
+      UserError: two classes of one kind.
+    """
     _import_parts()
-    found = [base] if hasattr(base, "kind") else []
-    return found + [cls for sub in base.__subclasses__() for cls in concrete(sub)]
+    found: dict[str, type[PartConfig]] = {}
+    for cls in _subclasses(base):
+        if "kind" not in vars(
+            cls
+        ):  # a base of several, or one that cannot be named (see `to_json`)
+            continue
+        other = found.setdefault(cls.kind, cls)
+        # The same name twice is one module that was imported again: its last import counts.
+        if (cls.__module__, cls.__qualname__) != (other.__module__, other.__qualname__):
+            raise UserError(
+                f"{other.__module__}.{other.__qualname__} and {cls.__module__}.{cls.__qualname__} are both of the kind "
+                f"{cls.kind!r}; give one another `kind`"
+            )
+        found[cls.kind] = cls
+    return found
+
+
+def _subclasses(base: type[PartConfig]) -> list[type[PartConfig]]:
+    return [cls for sub in base.__subclasses__() for cls in (sub, *_subclasses(sub))]
 
 
 @functools.cache
 def _import_parts() -> None:
-    for package in (inputs, heads, memories):
+    for package in PARTS.values():
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)

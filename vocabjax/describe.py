@@ -2,11 +2,14 @@
 
 import json
 import math
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from vocabjax.config import Config, to_json
 from vocabjax.evaluate import Decile
@@ -17,7 +20,7 @@ from vocabjax.step import abstract_state
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Aligned columns; numbers to the right, None as `-`."""
+    """Aligned columns; numbers to the right, None as `-`; a long last column wraps."""
     rows = [list(row) for row in rows]
     cells = [list(header), *[[_cell(value) for value in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
@@ -26,36 +29,46 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         and not any(isinstance(row[i], str) for row in rows)
         for i in range(len(header))
     ]
-    lines = [
-        "  ".join(
+    lines = []
+    for row in cells:
+        *most, last = (
             cell.rjust(width) if is_right else cell.ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+        )
+        lines.append(hang("  ".join([*most, ""]), last))
     return "\n".join(lines)
+
+
+def hang(start: str, text: str) -> str:
+    """`start` and `text`, broken between words at the terminal's width; what follows is indented to where it began."""
+    room = shutil.get_terminal_size().columns - len("  ") - len(start)  # a section is indented
+    lines = textwrap.wrap(text, max(room, 20), break_long_words=False, break_on_hyphens=False)
+    return (
+        ("\n" + " " * len(start)).join([start + (lines[0] if lines else ""), *lines[1:]]).rstrip()
+    )
 
 
 def section(title: str, body: str) -> str:
     """A titled, indented block."""
-    return "\n".join([title, *[f"  {line}" for line in body.splitlines()]]) + "\n"
+    return "\n".join([title, *[f"  {line}".rstrip() for line in body.splitlines()]]) + "\n"
 
 
 def config_text(config: Config) -> str:
-    """Every setting, a line for each part, named as its flags are."""
+    """Every setting, named as its flag is; a part to a line."""
     lines: list[tuple[str, str]] = []
 
     def walk(name: str, values: dict[str, Any]) -> None:
-        own = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        parts = {key: _by_index(value) for key, value in values.items()}
+        own = {key: value for key, value in parts.items() if not isinstance(value, dict)}
         if own:
             lines.append((name, "  ".join(f"{key}={_plain(own[key])}" for key in own)))
-        for key, value in values.items():
+        for key, value in parts.items():
             if isinstance(value, dict):
                 walk(f"{name}.{key}" if name else key, value)
 
     walk("", json.loads(to_json(config)))
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+    return "\n".join(hang(f"{name:{width}}  ", text) for name, text in lines)
 
 
 def mesh_text(layout: Layout) -> str:
@@ -66,7 +79,7 @@ def mesh_text(layout: Layout) -> str:
     count = f"{mesh.size} {device.device_kind} device{'s' if mesh.size > 1 else ''}"
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     rows = [
-        (logical, " × ".join(targets) or "replicated", layout.shards(logical))
+        (logical, "+".join(targets) or "replicated", layout.shards(logical))
         for logical, targets in layout.rules
     ]
     return f"{axes} on {count}{processes}\n" + table(("logical axis", "mesh axes", "shards"), rows)
@@ -80,41 +93,40 @@ def parameter_text(
     groups = assign(optim, blueprint.infos.values())
     rows = []
     for info in blueprint.infos.values():
-        spec = ", ".join("·" if entry is None else str(entry) for entry in layout.spec(*info.axes))
-        shape = "×".join(map(str, info.shape))
-        held = _held(
-            jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=layout.sharding(*info.axes))
-        )
-        rows.append((info.path, shape, info.dtype.name, f"({spec})", groups[info.path], held))
+        sharding = layout.sharding(*info.axes)
+        held = _held(jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding))
+        shape = jax.typeof(jax.ShapeDtypeStruct(info.shape, info.dtype)).str_short(True)
+        rows.append((info.path, shape, _spec(sharding.spec), groups[info.path], held))
     parameters = sum(row[-1] for row in rows)
     moments = sum(_held(x) for x in jax.tree.leaves(abstract_state(blueprint, optimizer).optimizer))
     padding = f", padded to {sizes.padded:,} rows" if sizes.padded > sizes.logical else ""
     return "\n".join(
         [
-            table(("parameter", "shape", "dtype", "sharding", "group", "bytes/device"), rows),
+            table(("parameter", "dtype[shape]", "sharding", "group", "bytes/device"), rows),
             "",
             f"{blueprint.count():,} parameters: {blueprint.count('vocab/'):,} in the vocabulary, "
-            f"{blueprint.count('trunk/'):,} in the trunk (V = {sizes.logical:,}{padding})",
-            f"{_size(parameters + moments)} per device: parameters {_size(parameters)}, optimiser state "
-            f"{_size(moments)}; while training, gradients {_size(parameters)} more, and activations",
+            f"{blueprint.count('trunk/'):,} in the trunk",
+            f"V = {sizes.logical:,}{padding}",
+            f"{_size(parameters + moments)} per device: parameters {_size(parameters)}, optimiser state {_size(moments)}",
+            f"while training, gradients ({_size(parameters)}) and activations are added",
         ]
     )
 
 
 def group_text(optim: OptimConfig, blueprint: Blueprint) -> str:
-    """The optimiser's groups and what is in them."""
+    """The optimiser's groups, and how much is in them."""
     rows = [
         (
             row.group,
             row.optimizer,
+            len(row.paths),
             row.parameters,
             row.peak_lr,
             row.weight_decay,
-            " ".join(row.paths),
         )
         for row in report(optim, blueprint.infos.values())
     ]
-    return table(("group", "optimizer", "stored", "peak lr", "decay", "parameters"), rows)
+    return table(("group", "optimizer", "arrays", "stored numbers", "peak lr", "decay"), rows)
 
 
 def evaluation_text(evaluation: dict[str, Any]) -> str:
@@ -140,8 +152,8 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
         rows.append(row)
     header = ("decile", "types", "tokens", "loss", "types", "tokens", "loss")
     return (
-        f"{totals}\n\nby frequency in training, commonest first: bins of equal token mass | of equally many types\n"
-        + table(header, rows)
+        f"{totals}\n\nby frequency in training, commonest first:\n"
+        "left, bins of equal token mass; right, bins of equally many types\n" + table(header, rows)
     )
 
 
@@ -155,10 +167,26 @@ def summary_text(summary: dict[str, Any]) -> str:
             + ("unknown" if bits is None else f"{bits:.4f}"),
             f"training    loss {summary['training']['loss']:.4f}  gap {summary['gap']:+.4f}",
             f"{summary['parameters']:,} parameters ({summary['vocab_parameters']:,} vocabulary, "
-            f"{summary['trunk_parameters']:,} trunk); {summary['tokens']:,} tokens, {summary['passes']:.2f} passes, "
+            f"{summary['trunk_parameters']:,} trunk)",
+            f"{summary['tokens']:,} tokens, {summary['passes']:.2f} passes, "
             f"{summary['train_flops']:.3g} FLOPs, {summary['tokens_per_second']:,.0f} tokens/s",
         ]
     )
+
+
+def _spec(spec: PartitionSpec) -> str:
+    """`·,data,model+seq`: where each dimension lies."""
+    return ",".join(
+        "·" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+        for entry in spec
+    )
+
+
+def _by_index(value: Any) -> Any:
+    """A list of parts as its flags name it: {"0": …, "1": …}."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {str(index): part for index, part in enumerate(value)}
+    return value
 
 
 def _held(leaf: jax.ShapeDtypeStruct) -> int:

@@ -102,9 +102,9 @@ class Evaluator:
         nll = np.zeros((2, BINS))
         tokens = np.zeros((2, BINS))
         layout = self.blueprint.layout
-        index, count = layout.process_share()
+        index, processes = layout.process_share()
         for host in evaluation_batches(
-            stream, length=length, batch=batch, process_index=index, process_count=count
+            stream, length=length, batch=batch, process_index=index, process_count=processes
         ):
             self.blueprint.sizes.check_ids(host["ids"])
             self.blueprint.sizes.check_labels(host["targets"])

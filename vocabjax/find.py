@@ -80,6 +80,7 @@ def _import(name: str, path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where the help of a part that it brings along is looked up
         spec.loader.exec_module(module)
         return module
     except UserError as error:

@@ -8,20 +8,22 @@ import contextlib
 import io
 import re
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from vocabjax.config import Config, concrete
+from vocabjax.config import Config, kinds
 from vocabjax.errors import UserError, nearest
 from vocabjax.generate import SamplingConfig
 from vocabjax.launch import Launch
 from vocabjax.load import Step
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, PartConfig
+from vocabjax.optim import NamedGroup
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
 
 _Flat = tyro.conf.arg(name="")
+_Switches: Any = tyro.conf.FlagCreatePairsOff  # --quiet, without --no-quiet
 _Flags = TypeVar("_Flags")
 
 
@@ -35,6 +37,9 @@ class RunFlags:
       init: a run to take the first parameters from (its best checkpoint), instead of fresh ones.
       head: another kind of head (tied, untied …), with the settings it shares with the config's.
       input: another kind of input (full …), likewise.
+      memory: another memory; may be repeated. Its settings are then flags: --vocab.memories.0.…
+      group: NAME=PATTERN, an optimiser group of the parameters whose paths match; may be repeated. Its settings are then
+        flags: --optim.groups.0.group.…
       dry_run: print config, parameters, groups and mesh; train nothing.
       tensorboard: also log to TensorBoard, in the run directory.
       wandb: also log to Weights & Biases.
@@ -46,6 +51,8 @@ class RunFlags:
     init: str | None = None
     head: str | None = None
     input: str | None = None
+    memory: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    group: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     dry_run: bool = False
     tensorboard: bool = False
     wandb: bool = False
@@ -56,8 +63,8 @@ class RunFlags:
 class TrainFlags:
     """Trains a config in RUNS/NAME. The same command again resumes it; a finished run prints its result."""
 
-    run: Annotated[RunFlags, _Flat] = field(default_factory=RunFlags)
-    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+    run: Annotated[RunFlags, _Flat, _Switches] = field(default_factory=RunFlags)
+    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
     config: Annotated[Config, _Flat] = field(default_factory=Config)
 
 
@@ -79,8 +86,8 @@ class EvalFlags:
     step: Step = "best"
     data: str | None = None
     batch: int | None = None
-    json: bool = False
-    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+    json: Annotated[bool, _Switches] = False
+    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class SampleFlags:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     ids: tuple[int, ...] = ()
     sampling: Annotated[SamplingConfig, _Flat] = field(default_factory=SamplingConfig)
-    launch: Annotated[Launch, _Flat] = field(default_factory=Launch)
+    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,7 @@ def parse(
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            flags, unknown = tyro.cli(
-                kind, args=words, return_unknown_args=True, compact_help=True, **options
-            )
+            flags, unknown = tyro.cli(kind, args=words, return_unknown_args=True, **options)
     except SystemExit as stop:
         if stop.code:
             raise UserError(f"{_boxed(errors.getvalue())}; see {command} --help") from None
@@ -163,10 +168,16 @@ def _nearest_flag(word: str, known: list[str]) -> str:
 
 
 def with_parts(config: Config, words: list[str]) -> Config:
-    """The config with the kinds of head and input that --head and --input ask for: their fields become the flags."""
+    """The config with the parts and groups that --head, --input, --memory and --group ask for: their fields become flags.
+
+    Raises:
+      UserError: an unknown kind, or a group that is not NAME=PATTERN.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--head")
     parser.add_argument("--input")
+    parser.add_argument("--memory", action="append", default=[])
+    parser.add_argument("--group", action="append", default=[])
     try:
         asked = parser.parse_known_args(words)[0]
     except argparse.ArgumentError as error:
@@ -176,16 +187,41 @@ def with_parts(config: Config, words: list[str]) -> Config:
         vocab = replace(vocab, head=_switch("--head", HeadConfig, vocab.head, asked.head))
     if asked.input is not None:
         vocab = replace(vocab, input=_switch("--input", InputConfig, vocab.input, asked.input))
-    return replace(config, vocab=vocab)
+    memories = [_blank(_class_of("--memory", MemoryConfig, kind)) for kind in asked.memory]
+    vocab = replace(vocab, memories=(*vocab.memories, *memories))
+    optim = replace(config.optim, groups=(*config.optim.groups, *map(_group, asked.group)))
+    return replace(config, vocab=vocab, optim=optim)
 
 
 def _switch(flag: str, base: type[PartConfig], part: Any, kind: str) -> Any:
-    kinds: dict[str, Any] = {cls.kind: cls for cls in concrete(base)}
-    if kind not in kinds:
-        raise UserError(f"{flag}: unknown kind {kind!r}{nearest(kind, kinds)}")
+    cls = _class_of(flag, base, kind)
     own = {f.name for f in fields(part)}
-    shared = {f.name: getattr(part, f.name) for f in fields(kinds[kind]) if f.name in own}
-    return kinds[kind](**shared)
+    return cls(**{f.name: getattr(part, f.name) for f in fields(cls) if f.name in own})
+
+
+def _class_of(flag: str, base: type[PartConfig], kind: str) -> Any:
+    known = kinds(base)
+    if kind not in known:
+        raise UserError(f"{flag}: unknown kind {kind!r}{nearest(kind, known)}")
+    return known[kind]
+
+
+def _blank(cls: Any) -> Any:
+    """A part whose fields without a default are flags that must be given."""
+    return cls(
+        **{
+            f.name: tyro.MISSING
+            for f in fields(cls)
+            if f.default is MISSING and f.default_factory is MISSING
+        }
+    )
+
+
+def _group(text: str) -> NamedGroup:
+    name, _, pattern = text.partition("=")
+    if not name or not pattern:
+        raise UserError(f"--group {text!r}: write NAME=PATTERN, such as queries='trunk/*/q'")
+    return NamedGroup(name, pattern)
 
 
 def _boxed(text: str) -> str:

@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
 from vocabjax.errors import UserError
+from vocabjax.files import cache_folder
 from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
-
-COMPILATION_CACHE = "~/.cache/vocabjax/jax"
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ def start(launch: Launch, *, one_device: bool = False) -> Layout:
     if launch.devices is not None:
         _simulate(launch.devices)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = str(Path(COMPILATION_CACHE).expanduser())
-        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     joined = _join(launch)
     pool = jax.devices()
     if launch.devices is not None:
@@ -61,7 +58,9 @@ def start(launch: Launch, *, one_device: bool = False) -> Layout:
         pool = pool[:wanted]
     elif one_device and launch.mesh is None and not joined:
         pool = jax.local_devices()[:1]
-    return Layout.make(make_mesh(axes, devices=pool), rules)
+    layout = Layout.make(make_mesh(axes, devices=pool), rules)
+    layout.require_used()
+    return layout
 
 
 def _simulate(count: int) -> None:

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +17,7 @@ from rich.progress import (
 )
 
 from vocabjax.errors import UserError
+from vocabjax.files import write_atomic
 
 Scalars = dict[str, float]
 
@@ -31,16 +30,14 @@ def extra(module: str, name: str) -> Any:
         raise UserError(f"{module} is not installed: pip install 'vocabjax[{name}]'") from error
 
 
-class Metrics:
+class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, `{"step": …, "tokens": …, …}`, appended and flushed."""
 
     def __init__(self, path: Path, resume_from: int) -> None:
         """Drops the lines after step `resume_from` (0: all of them), and a line that a kill cut short."""
         lines = read_metrics(path) if resume_from else []
         kept = [line for line in lines if line["step"] <= resume_from]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, step: int, values: Scalars) -> None:
@@ -84,7 +81,7 @@ class Log:
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._last = (start, time.perf_counter())
         self._console = Console(stderr=True, quiet=quiet or not active)
-        self._metrics = Metrics(directory / "metrics.jsonl", start) if active else None
+        self._metrics = MetricsFile(directory / "metrics.jsonl", start) if active else None
         self._board: Any = None
         self._wandb: Any = None
         if active and tensorboard:
@@ -169,8 +166,3 @@ class Log:
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(values, step=step)
-
-
-def print_line(text: str) -> None:
-    """A line on standard error, outside a progress bar."""
-    print(text, file=sys.stderr, flush=True)

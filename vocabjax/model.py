@@ -81,7 +81,8 @@ class Blueprint:
     def __init__(self, vocab: VocabConfig, trunk: TrunkConfig, layout: Layout) -> None:
         self.layout = layout
         self._build = lambda key: LanguageModel(vocab, trunk, Scope(key, layout))
-        abstract = jax.eval_shape(self._build, jax.random.key(0))
+        # The key too is made abstractly: the mesh may be of devices that are not here.
+        abstract = jax.eval_shape(lambda: self._build(jax.random.key(0)))
         self.infos: dict[str, ParamInfo] = param_infos(abstract)
         self.sizes = abstract.vocab.sizes
         self._flops = (abstract.vocab.flops(), abstract.trunk.flops)

@@ -2,7 +2,7 @@
 
     p ← p − schedule(step) · group.lr · (direction(g) + weight_decay · p)
 
-Each parameter declares a role, which names its default group (`ROLES`); a `NamedGroup` takes
+Each parameter declares a role, which names its default group; a `NamedGroup` takes
 parameters out of theirs by path. Gradients are clipped by one norm over all groups, before they
 part: a clip inside a group would see that group only. Frozen parameters never enter the transform,
 so they have no share in the norm, no moments and no weight decay.
@@ -15,48 +15,53 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey, keystr
+from jax.tree_util import DictKey
 
 from vocabjax.errors import UserError, nearest
+from vocabjax.param import ParamInfo, Role
+from vocabjax.paths import by_path, path_of
 
 Optimizer = Literal["adamw", "sgd", "adagrad"]
 Schedule = Literal["cosine", "wsd", "constant"]
 
-ROLES = ("embed", "head", "tied", "memory", "matrix", "vector")
-
-
-class Declared(Protocol):
-    """What the optimiser reads of a parameter's declaration (`vocabjax.param.ParamInfo` has it)."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+ROLES = get_args(Role)
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """How one group of parameters is updated; None takes the value of `OptimConfig`."""
+    """How one group of parameters is updated.
 
-    lr: float = 1.0  # multiplies the schedule
-    weight_decay: float | None = None  # decoupled, scaled by the learning rate
+    Attributes:
+      lr: multiplies the schedule.
+      weight_decay: decoupled, scaled by the learning rate; None: optim.weight_decay.
+      optimizer: adamw, sgd (without momentum) or adagrad.
+      b1: adamw's first moment; None: optim.b1.
+      b2: adamw's second moment; None: optim.b2.
+      frozen: never updated.
+    """
+
+    lr: float = 1.0
+    weight_decay: float | None = None
     optimizer: Optimizer = "adamw"
-    b1: float | None = None  # adamw only
-    b2: float | None = None  # adamw only
+    b1: float | None = None
+    b2: float | None = None
     frozen: bool = False
 
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A user's own group: `pattern` is a shell pattern over paths, where `*` matches `/` too."""
+    """A group of one's own.
+
+    Attributes:
+      name: how it is called in reports.
+      pattern: a shell pattern over parameter paths, in which * matches / too.
+    """
 
     name: str
     pattern: str
@@ -65,18 +70,31 @@ class NamedGroup:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Schedule, clip and the group table."""
+    """Schedule, clip and the group table.
 
-    lr: float = 3e-3  # peak
+    Attributes:
+      lr: the peak of the schedule.
+      schedule: what follows the warm-up: cosine, wsd (constant, then a linear decay) or constant.
+      warmup: steps of linear warm-up.
+      decay: share of all steps that wsd spends in its decay.
+      final_lr: fraction of the peak at the end of cosine and wsd.
+      weight_decay: of the groups that have none of their own.
+      b1: decay of adamw's first moment.
+      b2: decay of adamw's second moment.
+      eps: added to the root of the second moment.
+      clip: largest global norm of the gradients; None: no clipping.
+    """
+
+    lr: float = 3e-3
     schedule: Schedule = "cosine"
-    warmup: int = 100  # steps
-    decay: float = 0.2  # share of all steps that wsd spends in its final linear decay
-    final_lr: float = 0.1  # fraction of the peak at the end of cosine and wsd
+    warmup: int = 100
+    decay: float = 0.2
+    final_lr: float = 0.1
     weight_decay: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    clip: float | None = 1.0  # global gradient norm; None: no clipping
+    clip: float | None = 1.0
     embed: GroupConfig = GroupConfig()
     head: GroupConfig = GroupConfig()
     tied: GroupConfig = GroupConfig()
@@ -94,10 +112,8 @@ class GroupRow:
     optimizer: str
     parameters: int
     paths: tuple[str, ...]
-    lr: float  # multiplier
     peak_lr: float
     weight_decay: float
-    frozen: bool
 
 
 class ClipState(NamedTuple):
@@ -106,14 +122,7 @@ class ClipState(NamedTuple):
     gradient_norm: jax.Array
 
 
-def path_of(key_path: tuple[Any, ...]) -> str:
-    """`vocab/input/table`, for a leaf of a nested dict, an `nnx.State` or a tree-mode module."""
-    if key_path and key_path[-1] == GetAttrKey("value"):  # the array inside an nnx.Variable
-        key_path = key_path[:-1]
-    return keystr(key_path, simple=True, separator="/")
-
-
-def assign(config: OptimConfig, infos: Iterable[Declared]) -> dict[str, str]:
+def assign(config: OptimConfig, infos: Iterable[ParamInfo]) -> dict[str, str]:
     """Path of each parameter → name of its one group.
 
     Raises:
@@ -252,7 +261,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: OptimConfig, infos: Iterable[Declared], steps: int
+    config: OptimConfig, infos: Iterable[ParamInfo], steps: int
 ) -> optax.GradientTransformation:
     """The optimiser of a model whose parameters are `infos`, for a run of `steps` updates.
 
@@ -274,7 +283,7 @@ def make_optimizer(
     )
 
     def select(tree: Any) -> dict[str, Any]:
-        leaves = _by_path(tree)
+        leaves = by_path(tree)
         if leaves.keys() != labels.keys():
             raise UserError(
                 "the tree's parameters are not the declared ones; "
@@ -311,7 +320,7 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any
     `params`: arrays, or `ShapeDtypeStruct`s with shardings. Needed as `out_shardings` on meshes of
     automatic axes, where `jit` does not see how parameters lie and would replicate the moments.
     """
-    lies = {path: leaf.sharding for path, leaf in _by_path(params).items()}
+    lies = {path: leaf.sharding for path, leaf in by_path(params).items()}
     some = next(iter(lies.values()))
     replicated = (
         NamedSharding(some.mesh, PartitionSpec()) if isinstance(some, NamedSharding) else some
@@ -324,7 +333,7 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any
     return jax.tree.map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def report(config: OptimConfig, infos: Iterable[Declared]) -> list[GroupRow]:
+def report(config: OptimConfig, infos: Iterable[ParamInfo]) -> list[GroupRow]:
     """The groups that hold parameters, default ones first; each path, a tied table's too, once."""
     infos = tuple(infos)
     labels = assign(config, infos)
@@ -333,17 +342,14 @@ def report(config: OptimConfig, infos: Iterable[Declared]) -> list[GroupRow]:
     for name, group in _groups(config).items():
         paths = tuple(path for path, label in labels.items() if label == name)
         if paths:
-            lr = 0.0 if group.frozen else group.lr
             rows.append(
                 GroupRow(
                     group=name,
                     optimizer="none" if group.frozen else group.optimizer,
                     parameters=sum(sizes[path] for path in paths),
                     paths=paths,
-                    lr=lr,
-                    peak_lr=config.lr * lr,
+                    peak_lr=0.0 if group.frozen else config.lr * group.lr,
                     weight_decay=0.0 if group.frozen else _weight_decay(config, group),
-                    frozen=group.frozen,
                 )
             )
     return rows
@@ -398,11 +404,3 @@ def _clip(max_norm: float | None) -> optax.GradientTransformation:
         return grads, ClipState(norm)
 
     return optax.GradientTransformation(init, update)
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree.leaves_with_path(tree)
-    by_path = {path_of(key_path): leaf for key_path, leaf in leaves}
-    if len(by_path) != len(leaves):
-        raise UserError("two leaves of the tree have the same path; rename one")
-    return by_path

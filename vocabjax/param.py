@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
+from vocabjax.paths import path_of
 
 Role = Literal["embed", "head", "tied", "memory", "matrix", "vector"]
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 array
@@ -136,7 +137,7 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
     for key_path, leaf in leaves:
         if not isinstance(leaf, nnx.Param):
             continue
-        path = "/".join(_name(key) for key in key_path)
+        path = path_of(key_path)
         if id(leaf) in seen:
             raise UserError(
                 f"parameters {seen[id(leaf)]!r} and {path!r} are one Param stored twice: jax.grad would train two. "
@@ -154,10 +155,6 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
             metadata["logical"],
         )
     return infos
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
 
 
 def total_size(infos: Iterable[ParamInfo]) -> int:

@@ -1,10 +1,10 @@
 """A run's directory: what was trained, with what code, and how it went.
 
 config.json       the configuration, V filled in          metrics.jsonl    one line per logged step
-data.json         fingerprint and sizes of the data       checkpoints/     Orbax
+data.json         the data's fingerprint and sizes; init  checkpoints/     Orbax
 tokenizer.json    the tokenizer (none for tokens: data)   curves.png       losses against tokens
 counts.npy        int64 [V], training counts              summary.json     written last: the run is finished
-code.json         versions, commit, command; code.patch   uncommitted changes
+code.json         versions, commit, command; code.patch   uncommitted changes, new files too
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,11 +23,23 @@ from vocabjax.config import Config, differences, load_config, to_json
 from vocabjax.data import Dataset
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError, nearest
+from vocabjax.files import write_atomic
 
 PACKAGES = ("vocabjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+CHECKOUT = Path(__file__).parent.parent  # has no .git where the package is installed
 
+_LARGEST_NEW_FILE = 1 << 20
+_DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 _SETUP = ("tokenizer.json", "counts.npy", "data.json", "code.json", "code.patch", "config.json")
 SETUP_FILES = frozenset([*_SETUP, *(f"{name}.tmp" for name in _SETUP)])
+
+
+class Origin(NamedTuple):
+    """What a run's first parameters were: a step of another run, and the fingerprint of that run's data."""
+
+    run: str
+    step: int
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,13 @@ class Run:
     directory: Path
 
     @staticmethod
-    def create(directory: Path, config: Config, dataset: Dataset) -> "Run":
+    def create(
+        directory: Path, config: Config, dataset: Dataset, origin: Origin | None = None
+    ) -> "Run":
         """Makes the directory, or reopens the one this same config made on the same data.
+
+        Args:
+          origin: is recorded where the directory is new; None: fresh parameters.
 
         Raises:
           UserError: the directory holds something else, another config, or was trained on other data. Nothing in it is
@@ -51,8 +68,9 @@ class Run:
             "train_tokens": len(dataset.train.tokens),
             "validation_tokens": len(dataset.validation.tokens),
             "validation_bytes": dataset.validation.bytes,
+            **({} if origin is None else {"init": origin._asdict()}),
         }
-        if (directory / "config.json").exists():
+        if run.exists():
             run._refuse_another(config, facts)
             return run
         # What a kill left before config.json, which is written last, is ours to write again.
@@ -60,13 +78,18 @@ class Run:
             raise UserError(
                 f"{directory} is not empty and not a run (no config.json); choose another --name"
             )
+        code = code_version()
+        patch = _patch() if code["uncommitted_changes"] else None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if dataset.tokenizer is not None:
                 tokenizing.save(dataset.tokenizer, directory / "tokenizer.json")
             np.save(directory / "counts.npy", dataset.counts_V)
             write_atomic(directory / "data.json", json.dumps(facts, indent=2) + "\n")
-            _write_code(directory)
+            code["command"] = sys.argv
+            write_atomic(directory / "code.json", json.dumps(code, indent=2) + "\n")
+            if patch is not None:
+                write_atomic(directory / "code.patch", patch)
             write_atomic(directory / "config.json", to_json(config))  # last: it makes this a run
         except OSError as error:
             raise UserError(f"cannot write {directory}: {error.strerror or error}") from error
@@ -76,10 +99,14 @@ class Run:
     def open(name: str, runs: Path) -> "Run":
         """The run of that name (or path). Raises UserError with the nearest names when there is none."""
         for directory in (runs / name, Path(name)):
-            if (directory / "config.json").exists():
-                return Run(directory)
+            if (run := Run(directory)).exists():
+                return run
         known = [path.parent.name for path in runs.glob("*/config.json")]
         raise UserError(f"no run {name!r} in {runs}{nearest(name, known)}")
+
+    def exists(self) -> bool:
+        """Whether the directory is a run: one that a kill left half made is not."""
+        return (self.directory / "config.json").exists()
 
     @property
     def name(self) -> str:
@@ -96,6 +123,11 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """What `data.json` holds."""
         return _read_json(self.directory / "data.json")
+
+    def origin(self) -> Origin | None:
+        """What its first parameters were; None: fresh ones."""
+        init = self.facts().get("init")
+        return None if init is None else Origin(**init)
 
     def code(self) -> dict[str, Any]:
         """What `code.json` holds: `code_version()` and the command."""
@@ -137,21 +169,12 @@ class Run:
             )
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that a kill leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def code_version() -> dict[str, Any]:
     """Commit and whether there are uncommitted changes (None outside a git checkout), and package versions."""
-    root = Path(__file__).parent.parent
-    commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no") if commit else None
+    commit = _git("rev-parse", "HEAD")
     return {
-        "commit": commit.strip() if commit else None,
-        "uncommitted_changes": bool(status) if commit else None,
+        "commit": None if commit is None else commit.decode().strip(),
+        "uncommitted_changes": None if commit is None else bool(_git("status", "--porcelain")),
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in PACKAGES},
     }
@@ -162,24 +185,33 @@ def summary_dict(value: Any) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(value)))
 
 
-def _write_code(directory: Path) -> None:
-    code = {**code_version(), "command": sys.argv}
-    write_atomic(directory / "code.json", json.dumps(code, indent=2) + "\n")
-    if code["uncommitted_changes"]:
-        patch = _git(Path(__file__).parent.parent, "diff", "HEAD")
-        write_atomic(directory / "code.patch", patch or "")
+def _patch() -> bytes:
+    """All that differs from the commit, for `git apply`; new files too, unless git ignores them or they are large."""
+    listed = _git("ls-files", "--others", "--exclude-standard", "-z") or b""
+    notes, new = [], []
+    for name in filter(None, os.fsdecode(listed).split("\0")):
+        size = (CHECKOUT / name).lstat().st_size
+        if size > _LARGEST_NEW_FILE:
+            notes.append(f"# left out, as it is large: {name} ({size:,} bytes)\n")
+        else:
+            new.append(_git(*_DIFF, "--no-index", "--", os.devnull, name) or b"")
+    return b"".join([os.fsencode("".join(notes)), _git(*_DIFF, "HEAD") or b"", *new])
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    if not (root / ".git").exists():  # an installed copy, perhaps inside somebody else's repository
+def _git(*arguments: str) -> bytes | None:
+    """What git prints; None without a checkout, or when it fails. Changes nothing there, the index included."""
+    if not (
+        CHECKOUT / ".git"
+    ).exists():  # an installed copy, perhaps inside somebody else's repository
         return None
+    read_only = ("--no-optional-locks", "-c", "diff.autoRefreshIndex=false")
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=30
+            ["git", *read_only, *arguments], cwd=CHECKOUT, capture_output=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return done.stdout if done.returncode < 2 else None  # 1: `diff --no-index` found a difference
 
 
 def _version(package: str) -> str | None:
@@ -192,5 +224,5 @@ def _version(package: str) -> str | None:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error

@@ -14,17 +14,18 @@ import numpy as np
 import optax
 
 from vocabjax.checkpoint import BEST_METRIC, Checkpoints
-from vocabjax.config import Config
+from vocabjax.config import Config, to_json
 from vocabjax.data import Batch, Dataset, prepare, train_batches, windows_per_pass
 from vocabjax.errors import IdError, UserError
 from vocabjax.evaluate import Evaluation, Evaluator
-from vocabjax.load import adopt, load_run
+from vocabjax.load import adopt, load_run, saved_step
 from vocabjax.log import Log, Scalars, read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
 from vocabjax.optim import make_optimizer
 from vocabjax.plot import plot_run
-from vocabjax.runs import Run, summary_dict
+from vocabjax.processes import require_same, together
+from vocabjax.runs import Origin, Run, summary_dict
 from vocabjax.step import Metrics, State, abstract_state, init_state, make_step, to_device
 
 
@@ -118,7 +119,7 @@ def train(
     directory: Path,
     layout: Layout,
     *,
-    init: Run | None = None,
+    init: str | None = None,
     tensorboard: bool = False,
     wandb: bool = False,
     quiet: bool = False,
@@ -128,18 +129,22 @@ def train(
     A directory with checkpoints of the same config is resumed, exactly: same parameters, same batches.
 
     Args:
-      init: a run whose best parameters this one starts from, instead of fresh ones; it must have the same tokenizer.
+      init: a run (its name beside this one, or its path) whose best parameters this one starts from, instead of fresh
+        ones; it must have the same tokenizer. A run that has a checkpoint no longer needs it.
 
     Raises:
-      UserError: bad settings or data, or a loss that is not finite.
+      UserError: bad settings or data, or a loss that is not finite; with several processes, on all of them.
       IdError: an id or label that does not exist; found one step late, when the device's count arrives.
       Interrupted: after saving, on SIGTERM or SIGINT.
     """
     with jax.set_mesh(layout.mesh):
-        setup = Setup.of(config, layout)
-        batches = setup.batches()
-        start = None if init is None else _start_from(init, setup)
-        run = _open(directory, setup)
+        setup, batches = together(lambda: _set_up(config, layout))
+        require_same("data", setup.dataset.fingerprint)
+        require_same("settings", to_json(setup.config))
+        origin = together(lambda: _origin(directory, init, setup))
+        require_same("first parameters", repr(origin))
+        start = None if origin is None else _start_from(origin, directory, init, setup)
+        run = _open(directory, setup, origin)
         done = run.summary()
         if done is not None:
             return done
@@ -151,35 +156,63 @@ def train(
         return summary
 
 
-def _start_from(init: Run, setup: Setup) -> Params:
-    """The best parameters of a run, for this model. Raises UserError when tokenizer or shapes differ."""
-    theirs, ours = init.tokenizer(), setup.dataset.tokenizer
+def _set_up(config: Config, layout: Layout) -> tuple[Setup, Any]:
+    setup = Setup.of(config, layout)
+    return setup, setup.batches()
+
+
+def _origin(directory: Path, init: str | None, setup: Setup) -> Origin | None:
+    """What the run starts from: as it recorded itself or, where it is new, the best checkpoint that `init` has by now.
+
+    Raises:
+      UserError: the run started from something else; or there is no such run, or its tokenizer is another.
+    """
+    run = Run(directory)
+    if run.exists():
+        origin = run.origin()
+        if init is not None and (origin is None or origin.run != Path(init).name):
+            started = "fresh parameters" if origin is None else f"run {origin.run!r}"
+            raise UserError(
+                f"{directory} was started from {started}, not from {init!r}; choose another --name"
+            )
+        return origin
+    if init is None:
+        return None
+    source = Run.open(init, directory.parent)
+    theirs, ours = source.tokenizer(), setup.dataset.tokenizer
     if (theirs and theirs.to_str()) != (ours and ours.to_str()):
         raise UserError(
-            f"run {init.name!r} has another tokenizer, so its rows mean other tokens; add "
-            f"--data.tokenizer {init.directory / 'tokenizer.json'}"
+            f"run {source.name!r} has another tokenizer, so its rows mean other tokens; add "
+            f"--data.tokenizer {source.directory / 'tokenizer.json'}"
         )
-    return adopt(setup.blueprint, load_run(init, setup.layout))
+    return Origin(source.name, saved_step(source), source.facts()["fingerprint"])
 
 
-def _open(directory: Path, setup: Setup) -> Run:
-    """The run. Process 0 makes its directory before the others look, and all fail together."""
-    if jax.process_count() == 1:
-        return Run.create(directory, setup.config, setup.dataset)
-    from jax.experimental import multihost_utils
+def _start_from(origin: Origin, directory: Path, init: str | None, setup: Setup) -> Params | None:
+    """The parameters of another run, for this model; None where this run has its own by now.
 
-    error: UserError | None = None
-    if jax.process_index() == 0:
-        try:
-            Run.create(directory, setup.config, setup.dataset)
-        except UserError as refusal:
-            error = refusal
-    refused = bool(multihost_utils.broadcast_one_to_all(np.int32(error is not None)))
-    if error is not None:
-        raise error
-    if refused:
-        raise UserError(f"process 0 cannot use {directory}; it says why")
-    return Run.create(directory, setup.config, setup.dataset)
+    Raises:
+      UserError: they do not fit, or are not there any more.
+    """
+    if Checkpoints(Run(directory).checkpoints).latest() is not None:
+        return None
+    source = Run.open(init or origin.run, directory.parent)
+    if source.facts()["fingerprint"] != origin.fingerprint:
+        raise UserError(
+            f"run {source.name!r} is no longer the one that {directory} starts from: it was trained on other data"
+        )
+    multiple = setup.config.vocab.multiple
+    return adopt(setup.blueprint, load_run(source, setup.layout, origin.step, multiple=multiple))
+
+
+def _open(directory: Path, setup: Setup, origin: Origin | None) -> Run:
+    """The run; process 0 makes its directory before the others look."""
+
+    def create() -> Run:
+        return Run.create(directory, setup.config, setup.dataset, origin)
+
+    together(lambda: create() if jax.process_index() == 0 else None)
+    return together(create)
 
 
 class _Trainer:
@@ -206,16 +239,19 @@ class _Trainer:
         self.step_fn = make_step(self.blueprint, setup.optimizer)
         self.evaluator = Evaluator(self.blueprint, setup.dataset.counts_V)
         self.tokens_per_step = settings.batch * self.config.data.length
-        self.log = Log(
-            run.directory,
-            name=run.name,
-            steps=settings.steps,
-            start=self.start,
-            tokens_per_step=self.tokens_per_step,
-            tensorboard=tensorboard,
-            wandb=wandb,
-            active=jax.process_index() == 0,
-            quiet=quiet,
+        # Only process 0 opens the log, and it may fail.
+        self.log = together(
+            lambda: Log(
+                run.directory,
+                name=run.name,
+                steps=settings.steps,
+                start=self.start,
+                tokens_per_step=self.tokens_per_step,
+                tensorboard=tensorboard,
+                wandb=wandb,
+                active=jax.process_index() == 0,
+                quiet=quiet,
+            )
         )
         self.pending: tuple[int, Metrics, Batch] | None = None
         self.window: list[Scalars] = []
@@ -263,8 +299,10 @@ class _Trainer:
                 if stopped and not is_last:
                     self.checkpoints.wait()
                     raise Interrupted(self.run_directory.name, step, stop.signal_number)
-            if evaluation is None:  # killed between the last checkpoint and the summary
-                evaluation = self._evaluate(settings.steps)
+            if (
+                evaluation is None
+            ):  # killed between the last checkpoint and the summary: it has been logged
+                evaluation = self._measure()
             self.checkpoints.wait()
         if jax.process_index() == 0:
             plot_run(self.run_directory.directory)
@@ -309,15 +347,8 @@ class _Trainer:
         raise IdError(f"{where}: another process read an id or label that does not exist")
 
     def _evaluate(self, step: int) -> tuple[Evaluation, Evaluation]:
-        dataset, data = self.setup.dataset, self.config.data
-        sample = replace(
-            dataset.train, tokens=dataset.train.tokens[: len(dataset.validation.tokens)], bytes=None
-        )
-        batch = self.config.train.batch // self.config.train.accumulate
-        validation, training = (
-            self.evaluator(self.state.params, stream, data.length, batch)
-            for stream in (dataset.validation, sample)
-        )
+        """`_measure`, logged."""
+        validation, training = self._measure()
         values = {
             "tokens": step * self.tokens_per_step,
             BEST_METRIC: validation.loss,
@@ -327,6 +358,19 @@ class _Trainer:
             values["validation_bits_per_byte"] = validation.bits_per_byte
         self.log.evaluation(step, values)
         self.log.resume_clock(step)
+        return validation, training
+
+    def _measure(self) -> tuple[Evaluation, Evaluation]:
+        """Of the validation split, and of as many tokens of the training split."""
+        dataset, data = self.setup.dataset, self.config.data
+        sample = replace(
+            dataset.train, tokens=dataset.train.tokens[: len(dataset.validation.tokens)], bytes=None
+        )
+        batch = self.config.train.batch // self.config.train.accumulate
+        validation, training = (
+            self.evaluator(self.state.params, stream, data.length, batch)
+            for stream in (dataset.validation, sample)
+        )
         return validation, training
 
     def _save(self, step: int, evaluation: tuple[Evaluation, Evaluation] | None) -> None:

@@ -30,7 +30,10 @@ class TrunkConfig:
     """The trunk; its width D is the vocabulary's (`vocab.width`).
 
     Attributes:
-      layers, heads, kv_heads, ffn: L, N, G, F.
+      layers: L.
+      heads: N, of queries.
+      kv_heads: G, of keys and values; N is a multiple of it.
+      ffn: F, the inner width of the feed-forward.
       head_dim: K; None: D / N.
       qk_norm: RMSNorm over K on queries and keys.
       rope_theta: base of the rotary frequencies.

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,12 +27,16 @@ def write(tmp_path, documents, name="text.jsonl"):
     (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VOCABJAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def config(tmp_path):
     write(tmp_path, DOCUMENTS)
-    return DataConfig(
-        source=f"files:{tmp_path}/text.jsonl", vocab_size=300, cache=str(tmp_path / "cache")
-    )
+    return DataConfig(source=f"files:{tmp_path}/text.jsonl", vocab_size=300)
 
 
 def texts_of(stream, tokenizer):
@@ -164,9 +167,9 @@ def test_a_loaded_tokenizer(config, tmp_path):
         prepare(replace(loaded, end_of_text="<|endoftext|>"))
 
 
-def test_end_of_text_that_is_an_ordinary_word_is_refused(config):
+def test_end_of_text_that_is_an_ordinary_word_is_refused(config, tmp_path):
     tokenizer = word_tokenizer(5)
-    write(Path(config.cache).parent, ["w1 w2", "w2 w1", "w2 w3 w1"])
+    write(tmp_path, ["w1 w2", "w2 w1", "w2 w3 w1"])
     with pytest.raises(UserError, match="ordinary text also produces"):
         prepare(replace(config, end_of_text="w1"), tokenizer)
 
@@ -221,10 +224,10 @@ def test_moving_a_boundary_between_documents_makes_an_entry(config, tmp_path):
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json", "meta.json"])
 @pytest.mark.parametrize("damage", ["truncate", "delete"])
-def test_a_damaged_entry_is_rebuilt(config, builds, name, damage):
+def test_a_damaged_entry_is_rebuilt(config, cache, builds, name, damage):
     first = prepare(config)
     expected = first.train.tokens.tolist()
-    file = Path(config.cache) / first.fingerprint / name
+    file = cache / first.fingerprint / name
     if damage == "delete":
         file.unlink()
     else:
@@ -232,46 +235,51 @@ def test_a_damaged_entry_is_rebuilt(config, builds, name, damage):
     second = prepare(config)
     assert len(builds) == 2
     assert second.train.tokens.tolist() == expected
-    assert [path.name for path in Path(config.cache).iterdir()] == [first.fingerprint]
+    assert [path.name for path in cache.iterdir()] == [first.fingerprint]
 
 
-def test_a_killed_writer_leaves_no_entry(config, monkeypatch):
+def test_a_killed_writer_leaves_no_entry(config, cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "_count", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(config)
-    assert list(Path(config.cache).iterdir()) == []
-    (Path(config.cache) / ".0123.left-by-sigkill").mkdir()
+    assert list(cache.iterdir()) == []
+    (cache / ".0123.left-by-sigkill").mkdir()
     assert prepare(config).train.documents == 36
 
 
-def test_writers_at_once_agree(config):
+def test_writers_at_once_agree(config, cache):
     with ThreadPoolExecutor(4) as pool:
         datasets = list(pool.map(lambda _: prepare(config), range(4)))
     assert len({dataset.train.tokens.tobytes() for dataset in datasets}) == 1
-    assert [path.name for path in Path(config.cache).iterdir()] == [datasets[0].fingerprint]
+    assert [path.name for path in cache.iterdir()] == [datasets[0].fingerprint]
 
 
-def test_a_cache_that_cannot_be_written_is_named(config, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(config, cache, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("VOCABJAX_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"cannot write the data cache .*file/cache"):
-        prepare(replace(config, cache=str(tmp_path / "file" / "cache")))
+        prepare(config)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setenv("VOCABJAX_CACHE", str(cache))
     monkeypatch.setattr(module.np, "save", full)
     with pytest.raises(UserError, match=r"data cache .*No space left"):
         prepare(config)
-    assert list(Path(config.cache).iterdir()) == []
+    assert list(cache.iterdir()) == []
 
 
-def test_the_environment_replaces_the_default_cache(config, tmp_path, monkeypatch):
-    monkeypatch.setenv("VOCABJAX_CACHE", str(tmp_path / "elsewhere"))
-    dataset = prepare(replace(config, cache=DataConfig().cache))
-    assert (tmp_path / "elsewhere" / dataset.fingerprint / "meta.json").exists()
-    prepare(config)
-    assert Path(config.cache).exists()
+def test_the_cache_lies_in_the_home_folder_unless_the_environment_says_where(
+    config, cache, tmp_path, monkeypatch
+):
+    here = prepare(config)
+    monkeypatch.delenv("VOCABJAX_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prepare(config).fingerprint == here.fingerprint
+    for folder in (cache, tmp_path / ".cache" / "vocabjax"):
+        assert (folder / here.fingerprint / "meta.json").exists()
 
 
 # Tokens made elsewhere
@@ -280,7 +288,7 @@ def test_the_environment_replaces_the_default_cache(config, tmp_path, monkeypatc
 def token_file(tmp_path, tokens, **about):
     np.save(tmp_path / "t.npy", np.asarray(tokens))
     (tmp_path / "t.npy.json").write_text(json.dumps(about))
-    return DataConfig(source=f"tokens:{tmp_path}/t.npy", cache=str(tmp_path / "cache"))
+    return DataConfig(source=f"tokens:{tmp_path}/t.npy")
 
 
 def test_token_file_is_cut_at_an_end_of_text(tmp_path):
@@ -313,7 +321,8 @@ def test_documents_and_cuts_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
     config = token_file(tmp_path, rng.integers(0, 5, 300), size=5, end_of_text=0)
     whole = prepare(config)
     monkeypatch.setattr(module, "_CHUNK", 7)
-    pieces = prepare(replace(config, cache=str(tmp_path / "other")))
+    monkeypatch.setenv("VOCABJAX_CACHE", str(tmp_path / "other"))
+    pieces = prepare(config)
     for one, other in ((whole.train, pieces.train), (whole.validation, pieces.validation)):
         assert one.tokens.tolist() == other.tokens.tolist()
         text = "".join("x" if token else " " for token in one.tokens)
@@ -330,7 +339,7 @@ def test_token_file_errors(tmp_path):
     with pytest.raises(UserError, match="tokenized already"):
         prepare(config, word_tokenizer(3))
     with pytest.raises(UserError, match="tokens:FILE"):
-        prepare(DataConfig(source="tokens:", cache=str(tmp_path)))
+        prepare(DataConfig(source="tokens:"))
 
 
 @pytest.mark.parametrize(

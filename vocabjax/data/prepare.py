@@ -7,7 +7,6 @@ all.
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from tokenizers import Tokenizer
 from vocabjax.data import corpora
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError
-
-DEFAULT_CACHE = "~/.cache/vocabjax"
+from vocabjax.files import cache_folder
 
 _FORMAT = 1  # part of every key: raise it when what an entry holds changes
 _CHUNK = 1 << 22
@@ -32,10 +30,9 @@ class DataConfig:
     """Which text, cut into which tokens.
 
     Attributes:
-        source: `wiki`, `wiki:en+fr+es`, `gcide`, `python`, `files:GLOB`, `tokens:FILE` or
-            `hf:NAME[:CONFIG]`.
-        tokenizer: "bpe" trains byte-level BPE on the whole training split; else the path of a
-            `tokenizers` JSON file.
+        source: wiki, wiki:en+fr+es, gcide, python, files:GLOB, tokens:FILE or hf:NAME[:CONFIG].
+        tokenizer: bpe trains byte-level BPE on the whole training split; else the path of a file
+            in the JSON format of `tokenizers`.
         vocab_size: ids asked of BPE training; small texts give fewer, and `Dataset.size` tells.
         end_of_text: the special token between documents; a loaded tokenizer must have it.
         length: T, the tokens of a window.
@@ -45,8 +42,6 @@ class DataConfig:
             holds a smaller one's.
         max_validation_tokens: the same for validation.
         seed: draws the split and the subsets, not the order of batches.
-        cache: where token streams are kept; the environment variable VOCABJAX_CACHE replaces the
-            default.
     """
 
     source: str = "wiki"
@@ -58,7 +53,6 @@ class DataConfig:
     max_train_tokens: int | None = None
     max_validation_tokens: int | None = None
     seed: int = 0
-    cache: str = DEFAULT_CACHE
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -120,7 +114,7 @@ class Dataset:
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Loads, splits, tokenizes and caches the text.
+    """Loads, splits and tokenizes the text; keeps the result in `vocabjax.files.cache_folder()`.
 
     Exact duplicates are dropped first, so none lands in both splits; then documents are permuted by
     `seed`, and the first ones are validation. BPE is trained on the whole training split (not on
@@ -209,7 +203,7 @@ def _prepare_text(
             for name, (texts, limit) in streams.items()
         }
 
-    return _cached(config.cache, digest.hexdigest(), build)
+    return _cached(digest.hexdigest(), build)
 
 
 def _write_documents(
@@ -271,7 +265,7 @@ def _prepare_tokens(config: DataConfig, stored: corpora.StoredTokens) -> Dataset
             "validation": _write_tokens(folder / "validation.bin", stored, validation),
         }
 
-    return _cached(config.cache, digest.hexdigest(), build)
+    return _cached(digest.hexdigest(), build)
 
 
 def _last_end(tokens: np.ndarray, end: int | None, start: int, stop: int) -> int | None:
@@ -328,11 +322,9 @@ def _digest(settings: dict[str, Any]) -> "hashlib._Hash":
     )
 
 
-def _cached(cache: str, key: str, build: Callable[[Path], dict[str, Any]]) -> Dataset:
+def _cached(key: str, build: Callable[[Path], dict[str, Any]]) -> Dataset:
     """The entry `key`, built if it is absent or damaged."""
-    if cache == DEFAULT_CACHE:
-        cache = os.environ.get("VOCABJAX_CACHE") or DEFAULT_CACHE
-    root = Path(cache).expanduser()
+    root = cache_folder()
     found = _open(root / key, key)
     if found is not None:
         return found
@@ -352,7 +344,7 @@ def _cached(cache: str, key: str, build: Callable[[Path], dict[str, Any]]) -> Da
     except OSError as error:
         raise UserError(
             f"cannot write the data cache {root}: {error.strerror or error}; free it, or choose "
-            "another folder with `cache` or VOCABJAX_CACHE"
+            "another folder with VOCABJAX_CACHE"
         ) from error
     found = _open(root / key, key)
     if found is None:

@@ -5,13 +5,13 @@ the end-of-text token, and nothing is truncated, padded or wrapped in a template
 """
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vocabjax.errors import UserError
+from vocabjax.files import write_atomic
 
 _BYTES = 256
 _ENCODE_BATCH = 512
@@ -79,15 +79,7 @@ def save(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the directory cannot be written.
     """
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(tokenizer.to_str())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomic(Path(path), tokenizer.to_str())
 
 
 def size(tokenizer: Tokenizer) -> int:
