@@ -147,7 +147,7 @@ def table(results: list[Result]) -> str:
     """One row per arm and cell, means over seeds."""
     header = [
         "arm", "layers", "parameters", "vocabulary", "trunk", "training FLOPs", "training loss", "validation loss",
-        "perplexity", "bits per byte", "gap", "tokens/s",
+        "lowest on the way", "perplexity", "bits per byte", "gap", "tokens/s",
     ]  # fmt: skip
     parts = []
     for cell in dict.fromkeys(r["cell"] for r in results):
@@ -169,6 +169,7 @@ def table(results: list[Result]) -> str:
                     f"{first['train_flops']:.2e}",
                     over("loss", "training").show(),
                     over("loss", "validation").show(),
+                    Spread.of(map(_lowest, seeds)).show(),
                     over("perplexity", "validation").show(1),
                     over("bits_per_byte", "validation").show(),
                     over("gap").show(),
@@ -232,6 +233,11 @@ def study(
         plot(results, out / "curves.png")
         print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
     return results
+
+
+def _lowest(result: Result) -> float:
+    """The lowest validation loss of any evaluation: where early stopping would have stopped."""
+    return min(point["validation_loss"] for point in result["curve"])
 
 
 def _direction(change: Spread) -> str:
