@@ -11,14 +11,18 @@ import pytest
 from flax import nnx
 from meshes import put
 from models import layout_on, quick_jit, random_params
+from test_generate import Trigrams
 
 from vocabjax.attention import kv_axis, rope
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.norms import rms_norm
+from vocabjax.optim import GroupConfig, OptimConfig, make_optimizer
 from vocabjax.param import normal
+from vocabjax.step import init_state, make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
+from vocabjax.vocab.heads.linear import UntiedHead
 from vocabjax.vocab.interfaces import (
     Context,
     Memory,
@@ -295,3 +299,43 @@ def test_the_program_does_not_grow_with_depth_where_memories_alternate() -> None
         # Matrix products only: a memory of more layers has a wider row to cut up.
         sizes.append(lowered.as_text().count("dot_general"))
     assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("mesh", [ONE, WIDE])
+def test_microbatches_change_nothing_where_parts_read_ids_before_and_memories_carry(
+    mesh: str,
+) -> None:
+    """A step on [2, B/2, T] equals one on [1, B, T]: reads of each microbatch see its own rows and documents."""
+    vocab = VocabConfig(
+        size=20, width=16, multiple=4, input=Trigrams(), head=UntiedHead(), memories=MIXED
+    )
+    blueprint = Blueprint(vocab, TRUNK, layout_on(mesh))
+    rng = np.random.default_rng(1)
+    host = {
+        "ids": rng.integers(0, 20, (4, 6)),
+        "targets": rng.integers(0, 20, (4, 6)),
+        "segment": np.tile([0, 0, 0, 1, 1, 1], (4, 1)),
+        "position": np.tile([0, 1, 2, 0, 1, 2], (4, 1)),
+    }
+    plain = {
+        info.role: GroupConfig(optimizer="sgd", weight_decay=0.0)
+        for info in blueprint.infos.values()
+    }
+    config = OptimConfig(lr=1.0, warmup=0, schedule="constant", clip=None, **plain)
+    optimizer = make_optimizer(config, blueprint.infos.values(), 1)
+    changed = []
+    for parts in (1, 2):
+        with jax.set_mesh(blueprint.layout.mesh):
+            batch = to_device(
+                blueprint.layout,
+                {name: x.reshape(parts, -1, 6).astype(np.int32) for name, x in host.items()},
+                None,
+                "batch",
+                "seq",
+            )
+            state = init_state(optimizer, random_params(blueprint))
+            state, metrics = make_step(blueprint, optimizer)(state, batch)
+        changed.append((metrics.loss, metrics.gradient_norm, state.params))
+    assert changed[0][1] > 0.1
+    for one, two in zip(*map(jax.tree.leaves, changed), strict=True):
+        np.testing.assert_allclose(one, two, rtol=2e-3, atol=2e-4)

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from hlo import buffers, compiled_text
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from models import layout_on
 
+from vocabjax import TiedHead, UntiedHead, Vocab, VocabConfig
 from vocabjax.errors import UserError
-from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
-
-
-def layout(mesh: str, rules: str = "default") -> Layout:
-    return Layout.make(make_mesh(parse_mesh(mesh)), parse_rules(rules))
+from vocabjax.mesh import Layout, make_mesh, parse_mesh
 
 
 def test_a_mesh_has_the_sizes_asked_for_and_minus_one_takes_the_rest() -> None:
@@ -54,29 +54,29 @@ def test_a_mesh_that_cannot_be_read_names_the_part(text: str) -> None:
 )
 def test_rules_that_cannot_work_are_refused(mesh: str, rules: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        layout(mesh, rules)
+        layout_on(mesh, rules)
 
 
 def test_one_mesh_axis_for_two_dimensions_of_an_array_is_refused() -> None:
-    clash = layout("data=2,model=4", "fsdp,heads=data")
+    clash = layout_on("data=2,model=4", "fsdp,heads=data")
     with pytest.raises(UserError, match=r"'width' and 'heads' .* both placed on mesh axis 'data'"):
         clash.spec("layers", "width", "heads", "head_dim")
     assert clash.spec("heads", None) == PartitionSpec("data", None)
 
 
 def test_default_rules_replicate_what_the_mesh_has_no_axis_for() -> None:
-    alone = layout("data=8")
+    alone = layout_on("data=8")
     assert alone.spec("batch", "vocab") == PartitionSpec("data", None)
     assert (alone.shards("batch"), alone.shards("vocab"), alone.shards("table_width")) == (8, 1, 1)
 
 
 def test_a_mesh_axis_that_no_rule_uses_is_refused_for_a_run_but_not_for_a_library() -> None:
-    idle = layout("replica=2,data=4")
+    idle = layout_on("replica=2,data=4")
     assert idle.spec("batch") == PartitionSpec("data")
     with pytest.raises(UserError, match=r"no rule uses axis 'replica', so its 2 devices"):
         idle.require_used()
-    layout("replica=2,data=4", "batch=replica+data").require_used()
-    layout("data=8,model=1").require_used()
+    layout_on("replica=2,data=4", "batch=replica+data").require_used()
+    layout_on("data=8,model=1").require_used()
 
 
 def test_a_mesh_of_mixed_axis_types_is_refused() -> None:
@@ -90,7 +90,7 @@ def test_a_mesh_of_mixed_axis_types_is_refused() -> None:
     ("size", "fit"), [(6, "use 4 or 8"), (3, "use 4,"), (9, "use 8 or 12"), (4, None), (8, None)]
 )
 def test_a_size_that_does_not_divide_names_those_that_do(size: int, fit: str | None) -> None:
-    four = layout("data=2,model=4")
+    four = layout_on("data=2,model=4")
     if fit is None:
         four.require("trunk.ffn", "ffn", size)
         return
@@ -103,3 +103,39 @@ def test_the_ambient_mesh_is_the_default() -> None:
     with jax.set_mesh(mesh):
         assert Layout.make().mesh == mesh
     assert Layout.make().mesh.size == 1
+
+
+def test_under_a_trace_the_mesh_must_be_given() -> None:
+    """JAX knows axes there, but no devices."""
+    config = VocabConfig(size=100, width=8)
+    build = nnx.jit(lambda: Vocab(config, rngs=nnx.Rngs(0)))
+    with (
+        jax.set_mesh(make_mesh({"data": 2, "model": 4})),
+        pytest.raises(UserError, match="give mesh="),
+    ):
+        build()
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("head", [TiedHead(), UntiedHead()], ids=lambda head: head.kind)
+def test_tables_are_born_sharded(explicit: bool, head: TiedHead | UntiedHead) -> None:
+    """No device holds a whole table, not even while drawing it; at once or inside a program of the caller's."""
+    mesh = make_mesh({"data": 2, "model": 4}, explicit=explicit)
+    config = VocabConfig(size=1201, width=8, multiple=1, head=head)
+
+    def tables(key: jax.Array) -> list[jax.Array]:
+        vocab = Vocab(config, rngs=nnx.Rngs(params=key), mesh=mesh)
+        return jax.tree.leaves(nnx.state(vocab, nnx.Param))
+
+    eager = tables(jax.random.key(0))
+    with jax.set_mesh(mesh):
+        under_jit = jax.jit(tables)
+        text = compiled_text(under_jit, jax.random.key(0))
+        traced = under_jit(jax.random.key(0))
+    assert any(301 in shape for shape in buffers(text))
+    assert not any(1204 in shape or 1204 * 8 in shape for shape in buffers(text))
+    for one, two in zip(eager, traced, strict=True):
+        assert {s.data.shape for s in (*one.addressable_shards, *two.addressable_shards)} == {
+            (301, 8)
+        }
+        np.testing.assert_array_equal(one, two)

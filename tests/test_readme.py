@@ -5,15 +5,19 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_train import config_of, layout_on
 
 from vocabjax import cli, find
+from vocabjax import config as configuration
 from vocabjax.config import from_json, to_json
 from vocabjax.flags import EvalFlags, SampleFlags, TrainFlags, parse, with_parts
 from vocabjax.train import train
+from vocabjax.vocab import heads
+from vocabjax.vocab.interfaces import HeadConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,14 +33,17 @@ def test_the_library_section_runs() -> None:
     exec(compile(code, "README.md", "exec"), {})
 
 
-def test_the_variant_of_the_guide_trains(corpus: Path, tmp_path: Path) -> None:
-    """One file and one config: a new head is trained, saved and read back without touching anything else."""
-    from dataclasses import replace
-
+def test_the_variant_of_the_guide_trains(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file beside its siblings: a new head is found, trained, saved and read back without touching anything else."""
     (code,) = python_blocks("docs/add_a_variant.md")
-    space: dict[str, object] = {"__name__": "temperature_head"}
-    exec(compile(code, "docs/add_a_variant.md", "exec"), space)
-    head = space["TemperatureHead"]()  # type: ignore[operator]
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "temperature.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(heads, "__path__", [*heads.__path__, str(tmp_path / "heads")])
+    configuration._import_parts.cache_clear()
+    head = configuration.kinds(HeadConfig)["temperature"]()
+    assert type(head).__module__ == "vocabjax.vocab.heads.temperature"
     config = config_of(corpus, head=head, steps=3)
     assert from_json(to_json(config)) == config
     summary = train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
@@ -61,7 +68,14 @@ def test_every_command_shown_is_understood(line: str) -> None:
         parse({"eval": EvalFlags, "sample": SampleFlags}[command], command, words)
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+PAGES = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("experiments/**/*.md")),
+]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target

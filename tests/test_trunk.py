@@ -365,6 +365,10 @@ def test_key_value_heads_that_do_not_divide_are_replicated() -> None:
         ({"ffn": 30}, "default", r"trunk.ffn = 30 .* use 28 or 32"),
         ({"kv_heads": 3}, "default", r"trunk.heads = 8 must be a multiple of .* 3"),
         ({"head_dim": 3}, "default", "must be even"),
+        ({"head_dim": 0}, "default", "trunk.head_dim = 0 must be at least 1"),
+        ({"rope_theta": 0.0}, "default", "trunk.rope_theta = 0.0 must be positive"),
+        ({}, "heads=data", "'batch' and 'heads' .* both placed on mesh axis 'data'"),
+        ({}, "ffn=data", "'batch' and 'ffn' .* both placed on mesh axis 'data'"),
         ({"layers": 0}, "default", "trunk.layers = 0 must be at least 1"),
     ],
 )

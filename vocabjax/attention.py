@@ -1,7 +1,8 @@
 """Causal attention inside documents, heads sharded: each device computes its own query heads.
 
 `jax.nn.dot_product_attention` takes no segment ids, so documents are kept apart by a mask; where the backend has a fused
-kernel that does (splash attention on TPU, cuDNN with a mask on GPU), that is used.
+kernel that does (splash attention on TPU), that is used. On GPU the mask goes to cuDNN's fused attention as a dense operand;
+that path has not run on a device yet.
 """
 
 import jax
@@ -44,7 +45,7 @@ def attention(
         start: jax.Array | None,
     ) -> jax.Array:
         if kv_heads is None:  # replicated: pick the key head of each of this device's query heads
-            first = lax.axis_index(layout.axes("heads")) * q.shape[2] if layout.axes("heads") else 0
+            first = lax.axis_index(layout.axes("heads")) * q.shape[2]
             picked = (first + jnp.arange(q.shape[2])) // group
             k, v = jnp.take(k, picked, axis=2), jnp.take(v, picked, axis=2)
         for axis in reversed(seq_axes):
@@ -66,8 +67,8 @@ def attention(
             implementation="cudnn" if _cudnn_fits(platform, q, k) else "xla",
         )
 
-    heads = PartitionSpec(*tokens, *layout.spec("heads"), None)
-    keys = PartitionSpec(*tokens, *layout.spec(kv_heads), None)
+    heads = layout.spec("batch", "seq", "heads", None)
+    keys = layout.spec("batch", "seq", kv_heads, None)
     return jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -95,7 +96,7 @@ def rope(x_BTNK: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
 
 
 def _cudnn_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:
-    # The shapes its kernels take on every GPU that has them; a mask needs even lengths for its gradient.
+    # What its kernels take from Ampere on; a mask needs even lengths for its gradient.
     is_even = q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0
     is_narrow = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return platform in ("gpu", "cuda") and q.dtype == jnp.bfloat16 and is_narrow and is_even

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,16 @@ from vocabjax.vocab.interfaces import Tokens
 SHORTEST = 16  # prompts are padded at least to this length
 NOTHING = -1  # in the output: the row had already ended
 
-# step, the last id of each row and the H before it, which rows have ended, new ids [B, N], cache
-LoopState = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Cache]
+
+class _Loop(NamedTuple):
+    """Decoding so far: `step` ids of each row."""
+
+    step: jax.Array
+    id_B: jax.Array  # the last one, not fed back yet
+    past_BH: jax.Array  # the H before it
+    is_done_B: jax.Array
+    new_BN: jax.Array
+    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -195,18 +204,22 @@ def _decode(
         assert after is not None  # because a cache was given
         return h_BTD, after
 
-    def is_running(state: LoopState) -> jax.Array:
-        step, _, _, is_done_B, _, _ = state
-        return (step < config.max_tokens) & ~is_done_B.all()
+    def is_running(loop: _Loop) -> jax.Array:
+        return (loop.step < config.max_tokens) & ~loop.is_done_B.all()
 
-    def advance(state: LoopState) -> LoopState:
-        step, id_B, past_BH, is_done_B, new_BN, cache = state
-        id_B1, position_B1 = id_B[:, None], tokens.position_BT[:, -1:] + step
-        h_BTD, cache = feed(Tokens(id_B1, tokens.segment_BT[:, -1:], position_B1, past_BH), cache)
-        past_BH = jnp.concatenate([past_BH, id_B1], axis=1)[:, 1:]
-        id_B = choose(h_BTD, step)
-        new_BN = new_BN.at[:, step].set(jnp.where(is_done_B, NOTHING, id_B))
-        return step + 1, id_B, past_BH, is_done_B | (id_B == end), new_BN, cache
+    def advance(loop: _Loop) -> _Loop:
+        id_B1, position_B1 = loop.id_B[:, None], tokens.position_BT[:, -1:] + loop.step
+        last = Tokens(id_B1, tokens.segment_BT[:, -1:], position_B1, loop.past_BH)
+        h_BTD, cache = feed(last, loop.cache)
+        id_B = choose(h_BTD, loop.step)
+        return _Loop(
+            loop.step + 1,
+            id_B,
+            jnp.concatenate([loop.past_BH, id_B1], axis=1)[:, 1:],
+            loop.is_done_B | (id_B == end),
+            loop.new_BN.at[:, loop.step].set(jnp.where(loop.is_done_B, NOTHING, id_B)),
+            cache,
+        )
 
     # The last id is never fed back.
     cache = model.init_cache(batch, length + config.max_tokens - 1)
@@ -217,9 +230,9 @@ def _decode(
         (batch, config.max_tokens), NOTHING, jnp.int32, out_sharding=layout.sharding("batch", None)
     )
     new_BN = new_BN.at[:, 0].set(id_B)
-    start = (jnp.int32(1), id_B, _last_ids(tokens, model.vocab.history), is_done_B, new_BN, cache)
-    state = lax.while_loop(is_running, advance, start)
-    return layout.place(state[4], None, None)
+    past_BH = _last_ids(tokens, model.vocab.history)
+    start = _Loop(jnp.int32(1), id_B, past_BH, is_done_B, new_BN, cache)
+    return layout.place(lax.while_loop(is_running, advance, start).new_BN, None, None)
 
 
 def _last_ids(tokens: Tokens, history: int) -> jax.Array:

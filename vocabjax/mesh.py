@@ -264,7 +264,12 @@ class Layout:
 
 
 def _ambient_mesh() -> Mesh:
-    mesh = jax.sharding.get_mesh()
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError as error:  # under jit, JAX knows the axes but not the devices
+        raise UserError(
+            "the mesh of jax.set_mesh is not known while tracing: give mesh=, or build outside jit"
+        ) from error
     return _single_device_mesh() if mesh.empty else mesh
 
 

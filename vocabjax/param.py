@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
 
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
@@ -81,7 +82,7 @@ class Scope(NamedTuple):
         Args:
           name: the attribute it is stored under; with the scope's path it is the parameter's path.
           shape, axes: one logical axis per dimension. A leading `"layers"` axis draws each layer from a key of its own,
-            so that a deeper model starts with the layers of a shallower one.
+            so that a deeper model starts with the layers of a shallower one, up to the scales that depend on depth.
           role: the optimiser group it belongs to by default.
           init: float32 values from (key, shape).
           rows: logical size of the `"vocab"` dimension, which may be padded for its shards; rows from here on are zero.
@@ -119,6 +120,9 @@ def _draw(
             return one(key)
         return jax.vmap(one)(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0])))
 
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        # Automatic inside: on explicit axes each device would draw the whole array and keep its share.
+        draw = jax.sharding.auto_axes(draw, out_sharding=sharding)
     return jax.jit(draw, out_shardings=sharding)
 
 

@@ -39,7 +39,6 @@ class Metrics(NamedTuple):
       nll: mean −log p(target) in nats per unit of weight.
       lse2: mean squared log-partition (what z-loss weighs).
       gradient_norm: over all trained leaves, before clipping.
-      tokens: valid labels.
       invalid: ids outside [0, V) and labels neither predictable nor −100.
     """
 
@@ -47,7 +46,6 @@ class Metrics(NamedTuple):
     nll: jax.Array
     lse2: jax.Array
     gradient_norm: jax.Array
-    tokens: jax.Array
     invalid: jax.Array
 
 
@@ -63,7 +61,11 @@ def to_device(layout: Layout, host: Batch, *axes: str | None) -> Arrays:
 
 def init_state(optimizer: optax.GradientTransformation, params: Params) -> State:
     """Step 0; the moments are born as their parameters lie."""
-    return State(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    return State(
+        jnp.zeros((), jnp.int32),
+        params,
+        jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))(params),
+    )
 
 
 def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> Any:
@@ -92,7 +94,7 @@ def make_step(
         def gather(params: Params) -> Any:
             return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1)
 
-        # One lookup for all microbatches, and one scatter of its gradient: no collective of a table inside the loop.
+        # One lookup for all microbatches, and one scatter of its gradient: no table is read inside the loop.
         rows, scatter = jax.vjp(gather, state.params)
         normalizer = blueprint.bind(state.params).vocab.weight(batch["targets"])
 
@@ -129,7 +131,6 @@ def make_step(
             loss.nll / weight,
             loss.z / weight,
             gradient_norm(moments),
-            loss.tokens,
             loss.invalid,
         )
         return State(state.step + 1, params, moments), metrics

@@ -7,6 +7,7 @@ Letters: B batch, T positions, D width, N query heads, G key/value heads, K head
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -51,9 +52,12 @@ class TrunkConfig:
 
     def check(self, width: int) -> None:
         """Raises UserError for shapes that cannot work with trunk width D."""
-        for name in ("layers", "heads", "kv_heads", "ffn"):
-            if getattr(self, name) < 1:
-                raise UserError(f"trunk.{name} = {getattr(self, name)} must be at least 1")
+        for name in ("layers", "heads", "kv_heads", "ffn", "head_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UserError(f"trunk.{name} = {size} must be at least 1")
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"trunk.rope_theta = {self.rope_theta} must be positive and finite")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"trunk.heads = {self.heads} must be a multiple of trunk.kv_heads = {self.kv_heads}"
@@ -70,7 +74,7 @@ class TrunkConfig:
 
     def width_of_head(self, width: int) -> int:
         """K."""
-        return self.head_dim or width // self.heads
+        return width // self.heads if self.head_dim is None else self.head_dim
 
 
 class Cache(NamedTuple):
@@ -148,6 +152,8 @@ class Trunk(nnx.Module):
         layout.require("trunk.heads", "heads", config.heads)
         layout.require("trunk.ffn", "ffn", config.ffn)
         layout.require("vocab.width", "width", width)
+        for inner in ("heads", "ffn"):
+            layout.spec("batch", "seq", inner)  # refuses rules that place two of them on one axis
         self.config, self.layout = config, layout
         self.layers = Layers(config, scope / "layers", width)
         self.final_norm = RMSNorm(scope / "final_norm", width)
@@ -179,16 +185,9 @@ class Trunk(nnx.Module):
             segment_kv = lax.dynamic_update_slice_in_dim(
                 cache.segment_BS, tokens.segment_BT, start, 1
             )
-        layer = functools.partial(
-            _layer,
-            self.config,
-            self.layout,
-            tokens,
-            segment_kv,
-            start,
-            memories,
-            tuple(common for common, _ in contexts),
-        )
+        commons = tuple(common for common, _ in contexts)
+        around = _Around(self.config, self.layout, tokens, segment_kv, start, memories, commons)
+        layer = functools.partial(_layer, around)
         if cache is None and self.config.remat != "none":
             policy = (
                 jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -339,14 +338,20 @@ def _regroup(a: jax.Array, leading: int, sizes: tuple[int, ...]) -> jax.Array:
     return jnp.reshape(a, (*sizes, *a.shape[leading:]), out_sharding=sharding.update(spec=spec))
 
 
+class _Around(NamedTuple):
+    """What is the same for all layers of one pass."""
+
+    config: TrunkConfig
+    layout: Layout
+    tokens: Tokens
+    segment_kv_BS: jax.Array
+    start: jax.Array | None  # index of the first token, with a cache
+    memories: Sequence[Memory]
+    commons: tuple[Any, ...]  # what each memory prepared for all its layers
+
+
 def _layer(
-    config: TrunkConfig,
-    layout: Layout,
-    tokens: Tokens,
-    segment_kv_BS: jax.Array,
-    start: jax.Array | None,
-    memories: Sequence[Memory],
-    commons: tuple[Any, ...],
+    around: _Around,
     active: tuple[int, ...],
     x_BTD: jax.Array,
     params: dict[str, jax.Array],
@@ -354,6 +359,7 @@ def _layer(
     state: dict[int, Any],
 ) -> tuple[jax.Array, Any, dict[int, Any]]:
     """One layer. `active` names the memories attached to it; `state[i]` is (params, context, cache) of memory i."""
+    config, layout, tokens, segment_kv_BS, start, memories, commons = around
     dtype = x_BTD.dtype
     kv_name = kv_axis(layout, config.kv_heads)
     caches: dict[int, Any] = {}
@@ -382,11 +388,9 @@ def _layer(
     q = rope(q, tokens.position_BT, config.rope_theta)
     k = rope(k, tokens.position_BT, config.rope_theta)
     if kv is not None and start is not None:
-        k = lax.dynamic_update_slice_in_dim(kv[0], k.astype(kv[0].dtype), start, 1)
-        v = lax.dynamic_update_slice_in_dim(kv[1], v.astype(kv[1].dtype), start, 1)
-    attended = attention(
-        layout, q, k.astype(dtype), v.astype(dtype), tokens.segment_BT, segment_kv_BS, start
-    )
+        k = lax.dynamic_update_slice_in_dim(kv[0], k, start, 1)
+        v = lax.dynamic_update_slice_in_dim(kv[1], v, start, 1)
+    attended = attention(layout, q, k, v, tokens.segment_BT, segment_kv_BS, start)
     residual = layout.sharding("batch", "seq", None)
     x_BTD = x_BTD + jnp.einsum(
         "btnk,nkd->btd", attended, weight("o", "heads", None, None), out_sharding=residual

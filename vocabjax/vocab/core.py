@@ -135,11 +135,11 @@ class Vocab(nnx.Module):
         self.tied = config.head.tied
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
-        self.head = config.head.build(context("head"), config.objective, self.input)
         if self.tied and not self.input.shared():
             raise UserError(
                 f"vocab.input of kind {config.input.kind!r} has no table to share: use an untied head"
             )
+        self.head = config.head.build(context("head"), config.objective, self.input)
         self.memories: nnx.List[Memory] = nnx.List([])
         for index, memory in enumerate(config.memories):
             if trunk is None:
@@ -184,13 +184,17 @@ class Vocab(nnx.Module):
         Args:
           leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
         """
-        return {
-            name: {
-                table: self._look_up(part.tables()[table], ids, leading)
-                for table, ids in part.reads(tokens).items()
+        rows: dict[str, Rows] = {}
+        for name, part in self._readers():
+            reads = part.reads
+            for _ in range(leading):
+                reads = jax.vmap(reads)
+            tables = part.tables()
+            rows[name] = {
+                table: self._look_up(tables[table], ids, leading)
+                for table, ids in reads(tokens).items()
             }
-            for name, part in self._readers()
-        }
+        return rows
 
     def _look_up(self, table: nnx.Param[jax.Array], ids: jax.Array, leading: int) -> jax.Array:
         size = table.get_metadata("logical")[0]  # its own: a memory may know fewer ids
@@ -236,14 +240,18 @@ class Vocab(nnx.Module):
           IdError: a host array of labels holds one that is neither predictable nor −100.
         """
         self._check_hidden(h_BTD)
+        targets_BT = self._labels(targets_BT, h_BTD)
+        if weights_BT is not None:
+            weights_BT = jnp.asarray(weights_BT)
+            chex.assert_shape(weights_BT, targets_BT.shape)
         return self.head.loss(
-            self.input.shared(), h_BTD, self._labels(targets_BT), weights_BT, normalizer, tokens
+            self.input.shared(), h_BTD, targets_BT, weights_BT, normalizer, tokens
         )
 
     def nll(self, h_BTD: jax.Array, targets_BT: Any) -> jax.Array:
         """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid."""
         self._check_hidden(h_BTD)
-        return self.head.nll(self.input.shared(), h_BTD, self._labels(targets_BT))
+        return self.head.nll(self.input.shared(), h_BTD, self._labels(targets_BT, h_BTD))
 
     def weight(self, targets_BT: jax.Array, weights_BT: jax.Array | None = None) -> jax.Array:
         """Σ weight over valid labels: the normaliser of a batch that is cut into microbatches."""
@@ -272,11 +280,12 @@ class Vocab(nnx.Module):
         for index, memory in enumerate(self.memories):
             yield f"memories/{index}", memory
 
-    def _labels(self, targets_BT: Any) -> jax.Array:
+    def _labels(self, targets_BT: Any, h_BTD: jax.Array) -> jax.Array:
         if not isinstance(targets_BT, jax.Array):
             targets_BT = np.asarray(targets_BT)
             self.sizes.check_labels(targets_BT)
-        chex.assert_rank(targets_BT, 2)
+        chex.assert_shape(targets_BT, h_BTD.shape[:2])
+        chex.assert_type(targets_BT, int)
         return jnp.asarray(targets_BT, jnp.int32)
 
     def _check_hidden(self, h_BTD: jax.Array) -> None:

@@ -3,8 +3,7 @@
 Letters: B batch, T positions, D model width, V vocabulary (padded where it is a stored dimension), L layers.
 
 Every table read depends on token identity alone (`reads`): rows are gathered once, before the layer scan and before the
-microbatch scan, so that a gradient of a table is a gradient of the rows that were touched, and no collective of a table
-runs inside a loop.
+microbatch scan, so that a read's gradient is that of the rows that were touched, scattered once per step.
 """
 
 import abc
@@ -22,7 +21,6 @@ from vocabjax.vocab.sizes import Sizes
 Reads = dict[str, jax.Array]  # table name → int32 ids of any shape
 Rows = Mapping[str, jax.Array]  # table name → those rows, [..., width]
 Site = Literal["pre_attn", "value", "ffn_out", "post_ffn"]
-SITES: tuple[Site, ...] = ("pre_attn", "value", "ffn_out", "post_ffn")
 
 
 class Tokens(NamedTuple):
@@ -154,11 +152,14 @@ class Reader(Part):
     history: int = 0
 
     def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        """The tables it reads, by name: [rows, width], rows sharded; each with its own logical number of rows."""
+        """The tables it reads, by name: [rows, width], rows sharded; each with its own logical number of rows.
+
+        A memory of L layers has one table whose rows hold all layers ([rows, L·P]), or L tables where they differ in rows.
+        """
         raise NotImplementedError
 
     def reads(self, tokens: Tokens) -> Reads:
-        """Which rows of which table: integers only, a function of the tokens alone."""
+        """Which rows of which table: integers only, a function of the tokens [B, T] alone."""
         raise NotImplementedError
 
 

@@ -294,6 +294,17 @@ def _statistics(
     )
 
 
+def _score_gradients(
+    objective: Objective, sizes: Sizes, z_CR: jax.Array, at: _Statistics
+) -> jax.Array:
+    """d objective / dz: (1 + 2λ lse) p − (1−ε) [is the target] − ε / predictable."""
+    p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
+    is_target_CR = jnp.arange(z_CR.shape[-1]) == at.row[:, None]
+    dz_CR = p_CR * (1 + 2 * objective.z_loss * (at.top + at.log_sum)[:, None])
+    dz_CR -= jnp.where(is_target_CR, 1 - objective.label_smoothing, 0.0)
+    return dz_CR - objective.label_smoothing / sizes.predictable
+
+
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[b, t, ...] → [chunks, C, ...], padded with zeros, for C ≤ chunk as even as possible."""
     size = arrays[0].shape[0] * arrays[0].shape[1]
@@ -396,13 +407,9 @@ def _run(
             )
             if gradients is None:
                 return (sums, None), None
-            p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
-            is_target_CR = jnp.arange(rows) == at.row[:, None]
-            dz_CR = p_CR * (1 + 2 * z_loss * lse_C[:, None])
-            dz_CR -= jnp.where(is_target_CR, 1 - epsilon, 0.0)
-            dz_CR -= epsilon / sizes.predictable
+            du_CR = _score_gradients(objective, sizes, z_CR, at) * slope_CR
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
-            du_CR = jnp.where(allowed_R, dz_CR * (w_C * inverse)[:, None] * slope_CR, 0)
+            du_CR = jnp.where(allowed_R, du_CR * (w_C * inverse)[:, None], 0)
             dtable_RD, dbias_R = gradients
             scaled_CR = (du_CR * scoring.scale).astype(dtype)
             dh_CD = jnp.einsum("cr,rd->cd", scaled_CR, cast_RD, preferred_element_type=jnp.float32)

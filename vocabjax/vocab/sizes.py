@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vocabjax.errors import UserError
-from vocabjax.ids import check_ids, check_labels
+from vocabjax.ids import IGNORE, check_ids, check_labels
 from vocabjax.mesh import Layout
 
 
@@ -15,16 +15,18 @@ class Sizes:
 
     Attributes:
       logical: V, the ids that exist: 0 … V−1. What a checkpoint records.
-      padded: Vp ≥ V, rows of the stored tables: V rounded up to `multiple` × shards. Rows V … Vp−1 are zero and never
-        predicted.
       banned: ids below V that may be read but never predicted (image placeholders, control tokens), sorted.
       unit: rows of every table come in multiples of this: `multiple` × shards.
     """
 
     logical: int
-    padded: int
-    banned: tuple[int, ...] = ()
-    unit: int = 1
+    banned: tuple[int, ...]
+    unit: int
+
+    @property
+    def padded(self) -> int:
+        """Vp ≥ V, rows of the stored tables. Rows V … Vp−1 are zero and never predicted."""
+        return self.pad(self.logical)
 
     def pad(self, rows: int) -> int:
         """Rows as stored: rounded up to the unit; an exact multiple does not grow."""
@@ -47,8 +49,7 @@ class Sizes:
         unique = tuple(sorted(set(banned)))
         if len(unique) == size:
             raise UserError("vocab.banned holds every id: nothing is left to predict")
-        unit = multiple * layout.shards("vocab")
-        return Sizes(size, -(-size // unit) * unit, unique, unit)
+        return Sizes(size, unique, multiple * layout.shards("vocab"))
 
     @property
     def allowed_V(self) -> np.ndarray:
@@ -61,6 +62,10 @@ class Sizes:
     def predictable(self) -> int:
         """How many ids may be predicted."""
         return self.logical - len(self.banned)
+
+    def ignore_banned(self, labels: np.ndarray) -> np.ndarray:
+        """Labels of running text: −100 where the next id may be read but not predicted. Any shape."""
+        return np.where(np.isin(labels, self.banned), IGNORE, labels) if self.banned else labels
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raises IdError naming the position and value of the first id outside [0, V)."""
