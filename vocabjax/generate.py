@@ -66,9 +66,9 @@ class SamplingConfig:
                 f"temperature = {self.temperature} must be 0 (greedy) or a positive number"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k = {self.top_k} must be at least 1, or none")
+            raise UserError(f"top_k = {self.top_k} must be at least 1, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p = {self.top_p} must be in (0, 1], or none")
+            raise UserError(f"top_p = {self.top_p} must be in (0, 1], or None")
 
 
 def generate(

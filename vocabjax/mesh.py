@@ -125,6 +125,10 @@ class Layout:
         """
         if mesh is None:
             mesh = _ambient_mesh()
+        if not isinstance(mesh, Mesh):
+            raise UserError(
+                f"mesh must be a jax.sharding.Mesh, such as vocabjax.make_mesh({{...}}) gives, not {type(mesh).__name__}"
+            )
         if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
             raise UserError(
                 f"mesh {_show(mesh.shape)} has axes of types {mesh.axis_types}; make all explicit or all automatic "

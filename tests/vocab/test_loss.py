@@ -331,6 +331,38 @@ def test_a_batch_without_valid_labels_gives_zero_and_no_nan(name):
         np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
 
 
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_hidden_states_that_do_not_count_may_be_anything(name, bad):
+    """An ignored label or a weight of 0: whatever stands there reaches neither the loss nor a gradient."""
+    layout = layout_of(name)
+    scoring = scoring_of(layout, ALL)
+    clean = draw(ALL, scoring.sizes)
+    clean.targets_BT[0, 0] = -100
+    clean.weights_BT[1, 1] = 0
+    dirty = clean._replace(h_BTD=clean.h_BTD.copy())
+    for place in ((0, 0), (1, 1)):
+        clean.h_BTD[place] = 0
+        dirty.h_BTD[place] = bad
+    run = jax.jit(lambda *args: loss_and_gradients(scoring, objective_of(ALL), args))
+    loss, gradients = run(*clean.put(layout))
+    bad_loss, bad_gradients = run(*dirty.put(layout))
+    assert jax.device_get(bad_loss) == jax.device_get(loss)
+    for one, two in zip(gradients, bad_gradients, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_scores_whose_square_overflows_are_no_harm_without_z_loss():
+    scoring = scoring_of(layout_of("none"), Setting())
+    problem = draw(Setting(), scoring.sizes)
+    problem.h_BTD[...] *= 1e22
+    loss, gradients = loss_and_gradients(
+        scoring, Objective(chunk=5), problem.put(layout_of("none"))
+    )
+    assert np.isfinite(loss.total)
+    assert all(np.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+
+
 def test_invalid_labels_are_counted_and_change_nothing_else():
     """Field report 1: −1, V and Vp−1, and a banned id, are as if they were −100."""
     setting = Setting(banned=(7,))

@@ -307,6 +307,11 @@ def test_weight_is_the_normalizer_of_the_loss():
         ({"objective": Objective(z_loss=-1.0)}, "z_loss = -1.0"),
         ({"objective": Objective(chunk=0)}, "chunk = 0"),
         ({"head": TiedHead(softcap=0.0)}, "vocab.head.softcap = 0.0"),
+        ({"head": UntiedHead(std=-1.0)}, "vocab.head.std = -1.0"),
+        ({"objective": Objective(z_loss=math.nan)}, "z_loss = nan"),
+        ({"dtype": "float16"}, "vocab.dtype = 'float16'"),
+        ({"size": 50.0}, "vocab.size = 50.0"),
+        ({"size": 2**31}, "below 2^31"),
     ],
 )
 def test_settings_that_cannot_work_are_named(changes, message):
@@ -314,9 +319,48 @@ def test_settings_that_cannot_work_are_named(changes, message):
         Vocab(config(**changes), rngs=nnx.Rngs(0))
 
 
-def test_random_numbers_are_asked_for():
+@pytest.mark.parametrize("rngs", [None, 0, {"params": 0}])
+def test_random_numbers_are_asked_for(rngs):
     with pytest.raises(UserError, match=re.escape("Vocab(config, rngs=nnx.Rngs(0))")):
-        Vocab(config())
+        Vocab(config(), rngs=rngs)
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), {"data": 8}])
+def test_a_mesh_is_a_mesh(mesh):
+    with pytest.raises(UserError, match="mesh must be a"):
+        Vocab(config(), rngs=nnx.Rngs(0), mesh=mesh)
+
+
+def test_arrays_of_other_shapes_and_types_are_refused_and_named():
+    """A transposed [T, B] has the right number of labels: it would give another loss, not an error."""
+    vocab = build()
+    h_BTD, targets_BT = jnp.zeros((B, T, D)), jnp.asarray(TARGETS_BT)
+    weights_BT = jnp.ones((B, T))
+    for call in (vocab.loss, vocab.nll):
+        for bad in (targets_BT.T, targets_BT[:, 1:], targets_BT[0], TARGETS_BT.T.copy()):
+            with pytest.raises(AssertionError, match="targets_BT"):
+                call(h_BTD, bad)
+        for dtype in (jnp.float32, jnp.bool):
+            with pytest.raises(AssertionError):
+                call(h_BTD, targets_BT.astype(dtype))
+    with pytest.raises(AssertionError, match="weights_BT"):
+        vocab.loss(h_BTD, targets_BT, weights_BT[:, 1:])
+    assert vocab.loss(h_BTD, targets_BT, host(weights_BT).tolist()) == vocab.loss(h_BTD, targets_BT)
+    for bad in (h_BTD[0], h_BTD[..., 1:]):
+        with pytest.raises(AssertionError, match="h_BTD"):
+            vocab.logits(bad)
+    with pytest.raises(UserError, match="h_BTD is float16"):
+        vocab.logits(h_BTD.astype(jnp.float16))
+    with pytest.raises(AssertionError, match="ids_BT"):
+        vocab.encode(targets_BT[0])
+
+
+def test_a_batch_that_does_not_divide_names_the_sizes_that_would():
+    vocab = build(layout_of("data=2,model=4 auto"))
+    with pytest.raises(UserError, match=r"the batch of ids_BT = 3 .* use 2 or 4"):
+        vocab.encode(np.zeros((3, T), np.int32))
+    with pytest.raises(UserError, match=r"the batch of h_BTD = 3 .* use 2 or 4"):
+        vocab.loss(jnp.zeros((3, T, D)), np.zeros((3, T), np.int32))
 
 
 # Somebody else's trunk

@@ -5,6 +5,7 @@ loss  = vocab.loss(h_BTD, targets_BT)         predict, without [B, T, V]
 z_BTV = vocab.logits(h_BTD)                   predict, for evaluation and sampling
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -65,8 +66,14 @@ class VocabConfig:
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work, before anything is built."""
-        if self.width < 1:
-            raise UserError(f"vocab.width = {self.width} must be at least 1")
+        for name in ("size", "width", "multiple"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or not 1 <= value < 2**31):
+                raise UserError(
+                    f"vocab.{name} = {value} must be a whole number, at least 1 and below 2^31"
+                )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"vocab.dtype = {self.dtype!r} must be float32 or bfloat16")
         for part in (self.input, self.head, *self.memories):
             part.check()
         objective = self.objective
@@ -74,9 +81,9 @@ class VocabConfig:
             raise UserError(
                 f"vocab.objective.label_smoothing = {objective.label_smoothing} must be in [0, 1)"
             )
-        if objective.z_loss < 0 or objective.chunk < 1:
+        if not 0 <= objective.z_loss < math.inf or objective.chunk < 1:
             raise UserError(
-                f"vocab.objective: z_loss = {objective.z_loss} must not be negative, and chunk = {objective.chunk} "
+                f"vocab.objective: z_loss = {objective.z_loss} must be finite and not negative, and chunk = {objective.chunk} "
                 "must be at least 1"
             )
 
@@ -119,7 +126,7 @@ class Vocab(nnx.Module):
             )
         owner = scope is None
         if scope is None:
-            if rngs is None:
+            if not isinstance(rngs, nnx.Rngs):
                 raise UserError("Vocab needs rngs, e.g. Vocab(config, rngs=nnx.Rngs(0))")
             scope = Scope(rngs.params(), Layout.make(mesh, rules))
         self.layout = scope.layout
@@ -174,8 +181,9 @@ class Vocab(nnx.Module):
         if not isinstance(ids_BT, jax.Array):
             ids_BT = np.asarray(ids_BT)
             self.sizes.check_ids(ids_BT)
-        chex.assert_rank(ids_BT, 2)
+        chex.assert_rank(ids_BT, 2, custom_message="ids_BT")
         chex.assert_type(ids_BT, int)
+        self._check_tokens("ids_BT", ids_BT.shape)
         return Tokens.of(ids_BT)
 
     def gather(self, tokens: Tokens, leading: int = 0) -> dict[str, Rows]:
@@ -243,7 +251,7 @@ class Vocab(nnx.Module):
         targets_BT = self._labels(targets_BT, h_BTD)
         if weights_BT is not None:
             weights_BT = jnp.asarray(weights_BT)
-            chex.assert_shape(weights_BT, targets_BT.shape)
+            chex.assert_shape(weights_BT, targets_BT.shape, custom_message="weights_BT")
         return self.head.loss(
             self.input.shared(), h_BTD, targets_BT, weights_BT, normalizer, tokens
         )
@@ -284,10 +292,16 @@ class Vocab(nnx.Module):
         if not isinstance(targets_BT, jax.Array):
             targets_BT = np.asarray(targets_BT)
             self.sizes.check_labels(targets_BT)
-        chex.assert_shape(targets_BT, h_BTD.shape[:2])
+        chex.assert_shape(targets_BT, h_BTD.shape[:2], custom_message="targets_BT")
         chex.assert_type(targets_BT, int)
         return jnp.asarray(targets_BT, jnp.int32)
 
     def _check_hidden(self, h_BTD: jax.Array) -> None:
-        chex.assert_rank(h_BTD, 3)
-        chex.assert_axis_dimension(h_BTD, -1, self.width)
+        chex.assert_shape(h_BTD, (None, None, self.width), custom_message="h_BTD")
+        if h_BTD.dtype not in (jnp.float32, jnp.bfloat16):
+            raise UserError(f"h_BTD is {h_BTD.dtype}; hidden states are float32 or bfloat16")
+        self._check_tokens("h_BTD", h_BTD.shape)
+
+    def _check_tokens(self, name: str, shape: tuple[int, ...]) -> None:
+        self.layout.require(f"the batch of {name}", "batch", shape[0])
+        self.layout.require(f"the length of {name}", "seq", shape[1])

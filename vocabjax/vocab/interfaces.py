@@ -7,6 +7,7 @@ microbatch scan, so that a read's gradient is that of the rows that were touched
 """
 
 import abc
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from vocabjax.errors import UserError
 from vocabjax.param import Role, Scope, matrix_flops, normal
 from vocabjax.vocab.sizes import Sizes
 
@@ -236,6 +238,12 @@ class Memory(Reader):
     def init_cache(self, batch: int) -> Any:
         """A pytree with leading axis len(layers) that `apply` carries through decoding; None: it needs none."""
         return None
+
+
+def check_std(name: str, std: float | None) -> None:
+    """Raises UserError for a standard deviation that cannot be; None: the default."""
+    if std is not None and not 0 <= std < math.inf:
+        raise UserError(f"{name} = {std} must be finite and not negative, or None")
 
 
 class PartConfig(abc.ABC):

@@ -398,10 +398,13 @@ def _run(
         def body(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
             sums, gradients = carry
             h_CD, t_C, w_C = part
+            h_CD = jnp.where(w_C[:, None] != 0, h_CD, 0)  # NaN where nothing counts must not spread
             z_CR, slope_CR = _scores(scoring, axes, h_CD, cast_RD, bias_R)
             at = _statistics(axes, sizes, z_CR, t_C)
             lse_C, nll_C = at.top + at.log_sum, at.log_sum - at.target
-            total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean) + z_loss * lse_C**2
+            total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean)
+            if z_loss:  # else lse² may overflow without harm
+                total_C += z_loss * lse_C**2
             sums += jnp.stack(
                 [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, nll_C, lse_C**2)]
             )

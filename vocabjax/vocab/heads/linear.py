@@ -21,6 +21,7 @@ from vocabjax.vocab.interfaces import (
     Objective,
     Shared,
     Tokens,
+    check_std,
 )
 from vocabjax.vocab.loss import Scoring, linear_cross_entropy, linear_logits, linear_nll
 
@@ -41,7 +42,7 @@ class LinearHead(HeadConfig):
 
     def check(self) -> None:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise UserError(f"vocab.head.softcap = {self.softcap} must be positive, or none")
+            raise UserError(f"vocab.head.softcap = {self.softcap} must be positive, or None")
         if not 0 < abs(self.scale) < math.inf:
             raise UserError(f"vocab.head.scale = {self.scale} must be finite and not zero")
 
@@ -68,6 +69,10 @@ class UntiedHead(LinearHead):
     kind: ClassVar[str] = "untied"
     tied: ClassVar[bool] = False
     std: float | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_std("vocab.head.std", self.std)
 
 
 class MatrixHead(Head):

@@ -17,7 +17,16 @@ from flax import nnx
 from vocabjax.errors import UserError
 from vocabjax.norms import build_norm
 from vocabjax.param import Role
-from vocabjax.vocab.interfaces import Context, Input, InputConfig, Reads, Rows, Shared, Tokens
+from vocabjax.vocab.interfaces import (
+    Context,
+    Input,
+    InputConfig,
+    Reads,
+    Rows,
+    Shared,
+    Tokens,
+    check_std,
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,7 @@ class FullTable(InputConfig):
     std: float | None = None
 
     def check(self) -> None:
-        if self.std is not None and not 0 <= self.std < math.inf:
-            raise UserError(
-                f"vocab.input.std = {self.std} must be finite and not negative, or none"
-            )
+        check_std("vocab.input.std", self.std)
         if not isinstance(self.scale, str) and not 0 < abs(self.scale) < math.inf:
             raise UserError(f"vocab.input.scale = {self.scale} must be finite and not zero")
 
