@@ -102,6 +102,11 @@ def restore(checkpoints: Checkpoints, target: Any, step: int | None = None) -> A
     return checkpoints.restore(abstract(target), None, logical=LOGICAL, step=step)
 
 
+def save_and_wait(checkpoints: Checkpoints, step: int, state: Any) -> None:
+    checkpoints.save(step, state, None, logical={})
+    checkpoints.wait()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of step 5, saved on a (2, 4) mesh; copy it to change it."""
@@ -347,7 +352,7 @@ def test_reading_changes_nothing_on_disk(saved: Path, tmp_path: Path) -> None:
         assert checkpoints.latest() == 5
         restore(checkpoints, place(make_mesh(2, 4), numpy_state()))
         assert unfinished.exists()
-        checkpoints.save(6, {"w": jnp.zeros(2)}, None, logical={}, wait=True)
+        save_and_wait(checkpoints, 6, {"w": jnp.zeros(2)})
         assert not unfinished.exists()
         assert checkpoints.steps() == [5, 6]
 
@@ -392,7 +397,7 @@ def test_damage_is_an_error_or_harmless_but_never_other_numbers(
         else:
             assert_same(state, numpy_state(), make_mesh(2, 4))
         with closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:  # training goes on
-            checkpoints.save(6, {"w": jnp.zeros(2)}, None, logical={}, wait=True)
+            save_and_wait(checkpoints, 6, {"w": jnp.zeros(2)})
             assert checkpoints.latest() == 6
         shutil.rmtree(tmp_path / "checkpoints")
     assert {("_CHECKPOINT_METADATA",), ("state", "d"), ("state", "manifest.ocdbt")} <= refused
@@ -415,9 +420,9 @@ def test_a_failed_write_is_reported_once_and_spoils_nothing(
 ) -> None:
     noise = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
     checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
-    checkpoints.save(1, noise, None, logical={}, wait=True)
+    save_and_wait(checkpoints, 1, noise)
     with file_size_limit(1000), pytest.raises(UserError, match="step 2 was not saved") as caught:
-        checkpoints.save(2, noise, None, logical={}, wait=True)
+        save_and_wait(checkpoints, 2, noise)
     assert "\n" not in str(caught.value)
     assert checkpoints.steps() == [1]
     # The failure of a save in the background surfaces at the next call, whichever it is.
@@ -433,7 +438,7 @@ def test_a_failed_write_is_reported_once_and_spoils_nothing(
                 call()
         assert checkpoints.steps() == [1]
         checkpoints.wait()
-    checkpoints.save(5, noise, None, logical={}, wait=True)
+    save_and_wait(checkpoints, 5, noise)
     assert [path.name for path in tmp_path.iterdir()] == ["5"]
     checkpoints.close()
     assert capfd.readouterr() == ("", "")
@@ -511,7 +516,7 @@ def test_sigkill_at_any_moment_leaves_the_previous_checkpoint(tmp_path: Path) ->
             state = checkpoints.restore(target, None, logical={})
             assert {int(x) for leaf in state.values() for x in leaf.ravel()} == {step}
     with closing(Checkpoints(tmp_path, keep_last=1, keep_best=0)) as checkpoints:
-        checkpoints.save(10**6, {"a": jnp.zeros(2)}, None, logical={}, wait=True)
+        save_and_wait(checkpoints, 10**6, {"a": jnp.zeros(2)})
         assert not [path for path in tmp_path.iterdir() if not path.name.isdecimal()]
 
 

@@ -420,7 +420,7 @@ def test_a_config_file_that_fails_is_named(
         ("import nonsense_module", "ModuleNotFoundError"),
         ("config = (", "SyntaxError"),
         ("config = 3", "no `config` of type"),
-        ("from vocabjax.data import DataConfig\nDataConfig(length=0)", "length must be at least 1"),
+        ("from vocabjax import UserError\nraise UserError('nonsense')", "nonsense"),
     ):
         bad.write_text(source)
         line = fails(capsys, "train", bad)

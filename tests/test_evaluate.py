@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from models import layout_on, random_params
 
-from vocabjax import IdError, UntiedHead
+from vocabjax import IdError, UntiedHead, UserError
 from vocabjax.data import TokenStream
 from vocabjax.evaluate import Evaluation, Evaluator, frequency_bins
 from vocabjax.model import Blueprint
@@ -19,15 +19,20 @@ from vocabjax.vocab.interfaces import Objective, Tokens
 V, T = 37, 8
 
 
-def blueprint_on(mesh: str) -> Blueprint:
+def blueprint_on(mesh: str, banned: tuple[int, ...] = ()) -> Blueprint:
     vocab = VocabConfig(
-        size=V, width=8, multiple=1, head=UntiedHead(bias=True), objective=Objective(chunk=5)
+        size=V,
+        width=8,
+        multiple=1,
+        banned=banned,
+        head=UntiedHead(bias=True),
+        objective=Objective(chunk=5),
     )
     return Blueprint(vocab, TrunkConfig(layers=1, heads=4, kv_heads=1, ffn=8), layout_on(mesh))
 
 
 def stream_of(tokens: np.ndarray, size_bytes: int | None = 400) -> TokenStream:
-    return TokenStream(tokens.astype(np.uint16), end_of_text=0, bytes=size_bytes, documents=3)
+    return TokenStream(tokens.astype(np.uint16), end_of_text=0, bytes=size_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +48,16 @@ def counts(tokens: np.ndarray) -> np.ndarray:
     return np.bincount(tokens, minlength=V).astype(np.int64)
 
 
-def evaluated(mesh: str, tokens: np.ndarray, counts: np.ndarray, batch: int) -> Evaluation:
-    blueprint = blueprint_on(mesh)
+def evaluated(
+    mesh: str, tokens: np.ndarray, counts: np.ndarray, batch: int, banned: tuple[int, ...] = ()
+) -> Evaluation:
+    blueprint = blueprint_on(mesh, banned)
     with jax.set_mesh(blueprint.layout.mesh):
         return Evaluator(blueprint, counts)(random_params(blueprint), stream_of(tokens), T, batch)
 
 
-def oracle_nll(tokens: np.ndarray) -> np.ndarray:
-    """−log p of tokens[1:], one window at a time, softmax in float64."""
+def oracle_nll(tokens: np.ndarray, banned: tuple[int, ...] = ()) -> np.ndarray:
+    """−log p of tokens[1:], one window at a time, softmax in float64 over the ids that are not banned."""
     blueprint = blueprint_on("data=1,model=1")
     losses: list[float] = []
     with jax.set_mesh(blueprint.layout.mesh):
@@ -67,6 +74,7 @@ def oracle_nll(tokens: np.ndarray) -> np.ndarray:
             put: Any = lambda x: jax.device_put(np.asarray(x, np.int32)[None], blueprint.layout.sharding("batch", "seq"))  # noqa: E731  # fmt: skip
             h = np.asarray(hidden(Tokens(put(ids), put(segment), put(position))), np.float64)[0]
             z = h @ table.T + bias
+            z[:, list(banned)] = -np.inf
             log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
             losses += [-log_p[t, label] for t, label in enumerate(window[1:])]
     return np.array(losses)
@@ -95,6 +103,22 @@ def test_loss_by_frequency(tokens: np.ndarray, counts: np.ndarray) -> None:
                 assert decile.loss == pytest.approx(nll[inside].mean(), rel=1e-5)
             else:
                 assert decile.loss is None
+
+
+@pytest.mark.parametrize("mesh", ["data=1,model=1", "data=2,model=4"])
+def test_banned_targets_are_left_out(mesh: str, tokens: np.ndarray, counts: np.ndarray) -> None:
+    banned = (1, 3)
+    result = evaluated(mesh, tokens, counts, 4, banned)
+    predicted = ~np.isin(tokens[1:], banned)
+    nll = oracle_nll(tokens, banned)[predicted]
+    assert 0 < result.tokens == len(nll) < len(tokens) - 1
+    assert result.nll == pytest.approx(nll.sum(), rel=1e-5)
+    assert sum(decile.tokens for decile in result.by_mass) == len(nll)
+    assert result.bits_per_byte is None  # the bytes of what is left are not known
+    unseen = tuple(np.flatnonzero(counts == 0)[:2].tolist())
+    assert evaluated(mesh, tokens, counts, 4, unseen).bits_per_byte is not None
+    with pytest.raises(UserError, match="holds every target"):
+        evaluated(mesh, np.array([2, 1, 3, 3, 1]), counts, 4, banned)
 
 
 def test_bins_by_hand() -> None:

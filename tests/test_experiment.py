@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ def small(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study on the tests' corpus."""
     source = functools.partial(DataConfig, source=f"files:{corpus}")
     monkeypatch.setattr(study_of_tying, "DataConfig", source)
+
+
+def test_its_flags_are_like_those_of_the_other_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        study_of_tying.main(["--help"])
+    flags = re.findall(r"--[\w.-]+", capsys.readouterr().out)
+    assert {"--full", "--quiet", "--devices", "--multihost"} <= set(flags)
+    assert not [flag for flag in flags if "launch" in flag or flag.startswith("--no-")]
 
 
 @pytest.mark.usefixtures("small")
@@ -62,6 +74,9 @@ def test_a_study_reports_what_its_runs_say_and_trains_only_what_is_missing(tmp_p
         assert f"| {result['parameters']:,} |" in row
         assert f"| {result['validation']['loss']:.3f} |" in row
     assert (out / "curves.png").stat().st_size > 10_000
+    unknown = [{**result, "tokens_per_second": None} for result in results]
+    speeds = [line.split(" | ")[-1] for line in study_of_tying.table(unknown).splitlines()[4:]]
+    assert speeds == ["unknown |"] * 3
 
     directories = sorted(runs.iterdir())
     assert len(directories) == 3

@@ -27,13 +27,14 @@ from vocabjax import train as training
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, TrainConfig
 from vocabjax.data import DataConfig
+from vocabjax.describe import summary_text
 from vocabjax.load import adopt, load_run
 from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.optim import GroupConfig, OptimConfig
 from vocabjax.paths import path_of
 from vocabjax.runs import Run
-from vocabjax.step import init_state, make_step, to_device
+from vocabjax.step import init_state, make_step, to_device, tokens_of
 from vocabjax.train import Setup, train
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
@@ -143,8 +144,25 @@ def test_tied_and_untied_start_from_the_same_values_and_see_the_same_batches(
     chex.assert_trees_all_equal(tied["trunk"], untied["trunk"])
     chex.assert_trees_all_equal(tied["vocab"]["input"], untied["vocab"]["input"])
     assert "head" not in tied["vocab"]
-    for _ in range(5):
-        chex.assert_trees_all_equal(*(next(arm.batches()) for arm in arms))
+    streams = [arm.batches() for arm in arms]
+    pairs = [[next(stream) for stream in streams] for _ in range(5)]
+    for pair in pairs:
+        chex.assert_trees_all_equal(*pair)
+    assert len({pair[0]["ids"].tobytes() for pair in pairs}) == 5  # not one batch five times
+
+
+def test_first_and_restored_moments_lie_as_their_parameters(corpus: Path) -> None:
+    layout = layout_on("data=2,model=4", "fsdp")
+    setup = Setup.of(config_of(corpus), layout)
+    with jax.set_mesh(layout.mesh):
+        first = init_state(setup.optimizer, setup.blueprint.init(0))
+        restored = training.abstract_state(setup.blueprint, setup.optimizer)
+    chex.assert_trees_all_equal_shapes_and_dtypes(first.optimizer, restored.optimizer)
+    lies = {info.path: layout.sharding(*info.axes) for info in setup.blueprint.infos.values()}
+    for state in (first, restored):
+        for key_path, leaf in jax.tree.leaves_with_path(state.optimizer):
+            own = [s for path, s in lies.items() if path_of(key_path).endswith(f"/{path}")]
+            assert [leaf.sharding] == (own or [layout.sharding()])
 
 
 def test_a_tied_table_is_one_leaf_of_parameters_moments_and_checkpoint(
@@ -263,8 +281,53 @@ def test_parameters_are_loaded_without_the_optimiser(
         )
 
 
-def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("setting", [{"keep_last": 0}, {"keep_best": -1}, {"steps": 0}])
+def test_counts_that_cannot_work_make_no_run(
+    setting: dict[str, int], corpus: Path, tmp_path: Path
+) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(UserError, match=rf"train\.{name} = {value} must be at least"):
+        train(config_of(corpus, **setting), tmp_path / "run", layout_on(ONE), quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_id_that_is_read_and_never_predicted(corpus: Path, tmp_path: Path) -> None:
+    """In running text it is also the label one position earlier."""
+    config, layout = config_of(corpus, steps=3), layout_on("data=2,model=4")
+    setup = Setup.of(config, layout)
+    banned = tuple(np.argsort(-setup.dataset.counts_V)[[0, 3]].tolist())  # common ones
+    config = replace(config, vocab=replace(config.vocab, banned=banned))
+    validation = train(config, tmp_path / "run", layout, quiet=True)["validation"]
+    targets = setup.dataset.validation.tokens[1:]
+    assert 0 < validation["tokens"] == np.sum(~np.isin(targets, banned)) < len(targets)
+    assert validation["bits_per_byte"] is None  # nobody knows how many bytes the others have
+    with jax.set_mesh(layout.mesh):
+        host = next(setup.batches())
+        assert np.isin(banned, host["ids"]).all()
+        tokens = tokens_of(to_device(layout, {k: v[0] for k, v in host.items()}, "batch", "seq"))
+        loaded = load_run(Run(tmp_path / "run"), layout)
+        z_BTV = jax.jit(lambda params: loaded.blueprint.bind(params).logits(tokens)[0])(loaded.params)  # fmt: skip
+        p_BTV = np.asarray(z_BTV, np.float64)
+    p_BTV = np.exp(p_BTV - p_BTV.max(-1, keepdims=True))[..., : setup.dataset.size]
+    assert np.isfinite(p_BTV).all()
+    assert sorted(np.flatnonzero((p_BTV == 0).all((0, 1)))) == sorted(banned)
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_a_run_of_one_step_has_no_speed(log_every: int, corpus: Path, tmp_path: Path) -> None:
+    """Its time was that of compiling."""
+    config = config_of(corpus, steps=1, log_every=log_every)
+    config = replace(config, optim=OptimConfig(warmup=1))
+    summary = train(config, tmp_path / "run", layout_on(ONE), quiet=True)
+    assert summary["tokens_per_second"] is None
+    text = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == summary  # NaN is not JSON
+    assert summary_text(summary).endswith("FLOPs, speed unknown")
+
+
+@pytest.mark.parametrize("name", ["ids", "targets"])
+def test_an_invalid_id_or_label_stops_the_run_one_step_late_and_is_named(
+    name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = training.train_batches
 
@@ -275,7 +338,7 @@ def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
         def __next__(self) -> Any:
             batch, self.step = next(self.inner), self.step + 1
             if self.step == 4:
-                batch["ids"][0, 2, 5] = 999
+                batch[name][0, 2, 5] = 999
             return batch
 
         def get_state(self) -> Any:
@@ -283,17 +346,26 @@ def test_an_invalid_id_stops_the_run_one_step_late_and_names_it(
 
     monkeypatch.setattr(training, "train_batches", Spoilt)
     config = config_of(corpus)
-    with pytest.raises(IdError, match=r"step 4: token id 999 at position \(0, 2, 5\)"):
+    config = replace(config, vocab=replace(config.vocab, banned=(7,)))  # excuses no other label
+    what = {"ids": "token id", "targets": "label"}[name]
+    with pytest.raises(IdError, match=rf"step 4: {what} 999 at position \(0, 2, 5\)"):
         train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
     # Nothing trained on it was saved.
     assert Checkpoints(tmp_path / "run" / "checkpoints").latest() == 3
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
-    config = config_of(corpus)
-    config = replace(config, optim=OptimConfig(lr=1e30, warmup=0, clip=None))
-    with pytest.raises(UserError, match=r"loss of step \d is (nan|inf).*--optim\.lr"):
+@pytest.mark.parametrize(
+    ("steps", "loss"), [(6, "loss of step 2"), (1, "validation loss of step 1")]
+)
+def test_a_loss_that_is_not_finite_stops_the_run(
+    steps: int, loss: str, corpus: Path, tmp_path: Path
+) -> None:
+    config = config_of(corpus, steps=steps)
+    config = replace(config, optim=OptimConfig(lr=1e30, warmup=0, head=GroupConfig(lr=1e30)))
+    with pytest.raises(UserError, match=rf"the {loss} is (nan|inf).*--optim\.lr"):
         train(config, tmp_path / "run", layout_on(ONE), quiet=True)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_frozen_groups_stay_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
@@ -384,6 +456,30 @@ def test_a_start_does_not_depend_on_how_either_run_pads_its_tables(
             adopt(bigger, load_run(Run(reference[2]), layout, 6, multiple=64))
 
 
+def out_of_memory(_: Any) -> None:
+    raise MemoryError
+
+
+def test_a_run_remembers_where_its_start_lies(
+    reference: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first checkpoint, and started again without --init, from another directory."""
+    layout, config = layout_on(ONE), config_of(corpus, steps=2)
+    shutil.copytree(reference[2], tmp_path / "elsewhere" / "source")
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Trainer, "fit", out_of_memory)
+        for _ in range(2):  # the same command again goes as far
+            with pytest.raises(MemoryError):
+                train(config, Path("runs/run"), layout, init="elsewhere/source", quiet=True)
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(UserError, match=r"was started from run '.*/elsewhere/source', not from"):
+        train(config, Path("run"), layout, init="elsewhere/source", quiet=True)  # not here
+    train(config, Path("run"), layout, quiet=True)
+    first = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")[0]
+    assert first["validation_loss"] == pytest.approx(reference[0]["validation"]["loss"], rel=1e-6)
+
+
 def test_a_run_remembers_what_it_started_from(
     reference: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +491,7 @@ def test_a_run_remembers_what_it_started_from(
     # Killed before its first checkpoint, and once after it; meanwhile its source gets better, and then is gone.
     directory = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(training._Trainer, "run", lambda self: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(training._Trainer, "fit", out_of_memory)
         with pytest.raises(MemoryError):
             train(config, directory, layout, init="source", quiet=True)
     step = Checkpoints(source / "checkpoints").best()
@@ -595,6 +691,30 @@ def test_what_one_process_cannot_use_ends_both(
         assert code == 2
         assert told_here in errors and "Traceback" not in errors
     assert not (tmp_path / "runs").exists()
+
+
+def test_processes_that_see_other_states_of_the_run_all_stop(corpus: Path, tmp_path: Path) -> None:
+    """As on a shared file system that is slow to show one process what another wrote."""
+    directories = [tmp_path / "first", tmp_path / "second"]
+    words = command(corpus, Path("runs"), "--devices", "1", "--mesh", "data=2")
+    alone = command(corpus, directories[0] / "runs", "--devices", "1")
+    subprocess.run(alone, check=True, env=environment(), timeout=240, capture_output=True)
+    shutil.copytree(*directories)
+    shown, late = (directory / "runs" / "run" for directory in directories)
+
+    def all_stop() -> None:
+        before = [sorted(directory.rglob("*")) for directory in directories]
+        for index, (code, errors) in enumerate(ended(joined(words, directories))):
+            assert code == 2
+            assert f"process {index} has other state of the run than process {1 - index}" in errors
+            assert "Traceback" not in errors
+        assert [sorted(directory.rglob("*")) for directory in directories] == before
+
+    (late / "summary.json").unlink()
+    all_stop()
+    (shown / "summary.json").unlink()
+    shutil.rmtree(late / "checkpoints" / "12")
+    all_stop()
 
 
 def test_sigterm_to_one_process_stops_both_at_one_step(corpus: Path, tmp_path: Path) -> None:

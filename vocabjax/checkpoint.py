@@ -64,11 +64,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
-        if keep_last < 1 or keep_best < 0:
-            raise UserError(
-                f"keep_last={keep_last}, keep_best={keep_best}: "
-                "keep_last must be at least 1 and keep_best at least 0"
-            )
+        """`keep_last` is at least 1, `keep_best` at least 0: `TrainConfig.check` sees to it."""
         self._directory = Path(directory).absolute()
         self._rotation = _Rotation(keep_last, keep_best)
         self._writer: ocp.training.Checkpointer | None = None
@@ -84,14 +80,13 @@ class Checkpoints:
         *,
         logical: Shapes,
         metrics: Mapping[str, float] | None = None,
-        wait: bool = False,
     ) -> None:
         """Save `state`, a pytree of jax.Arrays; return once they may be donated or overwritten.
 
         `logical` maps parameter paths to shapes without padding, such as {"vocab/input/table": (17, 4)}. Without a finite
         `metrics["validation_loss"]` the checkpoint is never the best. Raises UserError if this
         save, or the one before it, failed (disk full, no permission, step saved already): earlier
-        checkpoints are then intact. With `wait`, every failure of this save is raised here.
+        checkpoints are then intact.
         """
         record = {
             "logical": {path: list(shape) for path, shape in logical.items()},
@@ -115,8 +110,6 @@ class Checkpoints:
             self._writer.save_checkpointables_async(
                 step, {"state": by_path(state)}, force=True, custom_metadata={"vocabjax": record}
             )
-        if wait:
-            self.wait()
 
     def steps(self) -> list[int]:
         """The saved steps, ascending, after waiting for a save in progress."""

@@ -63,15 +63,23 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises UserError for counts that cannot work."""
-        for name in ("steps", "batch", "accumulate", "log_every", "eval_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} = {getattr(self, name)} must be at least 1")
+        for name, least in (
+            ("steps", 1),
+            ("batch", 1),
+            ("accumulate", 1),
+            ("seed", 0),
+            ("log_every", 1),
+            ("eval_every", 1),
+            ("checkpoint_every", 1),
+            ("keep_last", 1),
+            ("keep_best", 0),
+        ):
+            if getattr(self, name) < least:
+                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
         if self.batch % self.accumulate:
             raise UserError(
                 f"train.batch = {self.batch} does not divide into train.accumulate = {self.accumulate} microbatches"
             )
-        if self.seed < 0:
-            raise UserError(f"train.seed = {self.seed} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class Config:
         """Everything that can be refused without data or devices. Raises UserError."""
         self.vocab.check()
         self.trunk.check(self.vocab.width)
+        self.data.check()
         self.train.check()
         optim.check(self.optim, self.train.steps)
 

@@ -159,7 +159,7 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
 
 def summary_text(summary: dict[str, Any]) -> str:
     """A finished run in a few lines."""
-    validation = summary["validation"]
+    validation, speed = summary["validation"], summary["tokens_per_second"]
     bits = validation["bits_per_byte"]
     return "\n".join(
         [
@@ -169,7 +169,8 @@ def summary_text(summary: dict[str, Any]) -> str:
             f"{summary['parameters']:,} parameters ({summary['vocab_parameters']:,} vocabulary, "
             f"{summary['trunk_parameters']:,} trunk)",
             f"{summary['tokens']:,} tokens, {summary['passes']:.2f} passes, "
-            f"{summary['train_flops']:.3g} FLOPs, {summary['tokens_per_second']:,.0f} tokens/s",
+            f"{summary['train_flops']:.3g} FLOPs, "
+            + ("speed unknown" if speed is None else f"{speed:,.0f} tokens/s"),
         ]
     )
 

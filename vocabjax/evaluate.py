@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vocabjax.data import TokenStream, evaluation_batches
+from vocabjax.errors import UserError
 from vocabjax.model import Blueprint, Params
 from vocabjax.step import Arrays, to_device, tokens_of
 
@@ -35,11 +36,11 @@ class Evaluation:
 
     Attributes:
       nll: Σ −log p(target), nats.
-      tokens: number of targets.
+      tokens: number of targets; those that the vocabulary bans are left out.
       loss: nll / tokens.
       perplexity: exp(loss).
       bits_per_byte: nll / (ln 2 · UTF-8 bytes of the real text); end-of-text counts zero bytes, its loss is included.
-        None when the bytes are not known.
+        None when the bytes are not known, or a banned target was left out, whose bytes nobody can tell.
       by_mass: ten bins of equal token mass in the training split, commonest ids first.
       by_type: ten bins of equally many ids, commonest first.
     """
@@ -98,25 +99,30 @@ class Evaluator:
 
         Raises:
           IdError: an id of the stream lies outside the model's vocabulary.
+          UserError: the vocabulary bans every target.
         """
         nll = np.zeros((2, BINS))
         tokens = np.zeros((2, BINS))
-        layout = self.blueprint.layout
+        layout, sizes = self.blueprint.layout, self.blueprint.sizes
         index, processes = layout.process_share()
         for host in evaluation_batches(
             stream, length=length, batch=batch, process_index=index, process_count=processes
         ):
-            self.blueprint.sizes.check_ids(host["ids"])
-            self.blueprint.sizes.check_labels(host["targets"])
-            real = host["targets"] >= 0
-            bins = np.where(real, self.bins[:, np.where(real, host["targets"], 0)], -1)
-            batch_arrays = {**host, "by_mass": bins[0], "by_type": bins[1]}
+            targets = sizes.ignore_banned(host["targets"])
+            sizes.check_ids(host["ids"])
+            sizes.check_labels(targets)
+            real = targets >= 0
+            bins = np.where(real, self.bins[:, np.where(real, targets, 0)], -1)
+            batch_arrays = {**host, "targets": targets, "by_mass": bins[0], "by_type": bins[1]}
             sums = self._sums(params, to_device(layout, batch_arrays, "batch", "seq"))
             nll += np.asarray(sums[0], np.float64)
             tokens += np.asarray(sums[1], np.float64)
         total, count = float(nll[0].sum()), int(tokens[0].sum())
+        if not count:
+            raise UserError("vocab.banned holds every target: nothing is left to evaluate")
         loss = total / count
-        bits = None if not stream.bytes else total / math.log(2) / stream.bytes
+        left_out = len(stream.tokens) - 1 - count
+        bits = None if left_out or not stream.bytes else total / math.log(2) / stream.bytes
         by_mass, by_type = (
             tuple(
                 Decile(

@@ -71,7 +71,7 @@ def run_arms(
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
     """One JSON object per arm and line."""
-    write_atomic(path, "".join(json.dumps(result) + "\n" for result in results))
+    write_atomic(path, "".join(json.dumps(result, allow_nan=False) + "\n" for result in results))
 
 
 def read_results(path: Path) -> list[Result]:

@@ -22,8 +22,8 @@ from vocabjax.load import Step
 from vocabjax.optim import NamedGroup
 from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
 
-_Flat = tyro.conf.arg(name="")
-_Switches: Any = tyro.conf.FlagCreatePairsOff  # --quiet, without --no-quiet
+Flat = tyro.conf.arg(name="")  # its flags stand without a name before them
+Switches: Any = tyro.conf.FlagCreatePairsOff  # --quiet, without --no-quiet
 _Flags = TypeVar("_Flags")
 
 
@@ -63,9 +63,9 @@ class RunFlags:
 class TrainFlags:
     """Trains a config in RUNS/NAME. The same command again resumes it; a finished run prints its result."""
 
-    run: Annotated[RunFlags, _Flat, _Switches] = field(default_factory=RunFlags)
-    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
-    config: Annotated[Config, _Flat] = field(default_factory=Config)
+    run: Annotated[RunFlags, Flat, Switches] = field(default_factory=RunFlags)
+    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
+    config: Annotated[Config, Flat] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class EvalFlags:
     step: Step = "best"
     data: str | None = None
     batch: int | None = None
-    json: Annotated[bool, _Switches] = False
-    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
+    json: Annotated[bool, Switches] = False
+    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class SampleFlags:
     step: Step = "best"
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     ids: tuple[int, ...] = ()
-    sampling: Annotated[SamplingConfig, _Flat] = field(default_factory=SamplingConfig)
-    launch: Annotated[Launch, _Flat, _Switches] = field(default_factory=Launch)
+    sampling: Annotated[SamplingConfig, Flat] = field(default_factory=SamplingConfig)
+    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 @dataclass(frozen=True)

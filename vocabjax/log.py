@@ -41,7 +41,7 @@ class MetricsFile:
         self._file = path.open("a")
 
     def write(self, step: int, values: Scalars) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

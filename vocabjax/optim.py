@@ -317,8 +317,8 @@ def gradient_norm(state: Any) -> jax.Array:
 def state_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """Shardings of `optimizer.init(params)`: moments lie as their parameters, scalars everywhere.
 
-    `params`: arrays, or `ShapeDtypeStruct`s with shardings. Needed as `out_shardings` on meshes of
-    automatic axes, where `jit` does not see how parameters lie and would replicate the moments.
+    `params`: arrays, or `ShapeDtypeStruct`s with shardings. A state is made and restored with these,
+    since what `jit` infers depends on the mesh: on automatic axes it would replicate the moments.
     """
     lies = {path: leaf.sharding for path, leaf in by_path(params).items()}
     some = next(iter(lies.values()))

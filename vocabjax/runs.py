@@ -35,7 +35,7 @@ SETUP_FILES = frozenset([*_SETUP, *(f"{name}.tmp" for name in _SETUP)])
 
 
 class Origin(NamedTuple):
-    """What a run's first parameters were: a step of another run, and the fingerprint of that run's data."""
+    """What a run's first parameters were: a step of another run (see `Run.name_from`), and that run's data."""
 
     run: str
     step: int
@@ -104,6 +104,11 @@ class Run:
         known = [path.parent.name for path in runs.glob("*/config.json")]
         raise UserError(f"no run {name!r} in {runs}{nearest(name, known)}")
 
+    def name_from(self, runs: Path) -> str:
+        """What `open` finds it by, whatever the working directory: its path below `runs`; an absolute one elsewhere."""
+        path, runs = Path(os.path.abspath(self.directory)), Path(os.path.abspath(runs))
+        return str(path.relative_to(runs) if path.is_relative_to(runs) else path)
+
     def exists(self) -> bool:
         """Whether the directory is a run: one that a kill left half made is not."""
         return (self.directory / "config.json").exists()
@@ -151,7 +156,8 @@ class Run:
         return _read_json(path) if path.exists() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
-        write_atomic(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        text = json.dumps(summary, indent=2, allow_nan=False)
+        write_atomic(self.directory / "summary.json", text + "\n")
 
     def _refuse_another(self, config: Config, facts: dict[str, Any]) -> None:
         changed = differences(config, self.config())
@@ -182,7 +188,7 @@ def code_version() -> dict[str, Any]:
 
 def summary_dict(value: Any) -> dict[str, Any]:
     """A dataclass as plain JSON values."""
-    return json.loads(json.dumps(asdict(value)))
+    return json.loads(json.dumps(asdict(value), allow_nan=False))
 
 
 def _patch() -> bytes:

@@ -46,8 +46,8 @@ class Summary:
     Attributes:
       parameters, vocab_parameters, trunk_parameters: counts without padding.
       train_flops: model FLOPs of the whole run (see `Blueprint.train_flops`).
-      tokens: targets trained on; passes: over the training windows.
-      tokens_per_second: median of the logged speeds.
+      tokens: positions trained on; passes: over the training windows.
+      tokens_per_second: median of the logged speeds; None when nothing was timed, as in a run of one step.
       validation: the whole validation split, at the end.
       training: as many tokens of the training split, at the end, with the same weights.
       gap: validation loss − training loss, nats.
@@ -60,7 +60,7 @@ class Summary:
     train_flops: int
     tokens: int
     passes: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     validation: Evaluation
     training: Evaluation
     gap: float
@@ -75,6 +75,11 @@ class Setup:
     layout: Layout
     blueprint: Blueprint
     optimizer: optax.GradientTransformation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions, over all processes and microbatches."""
+        return self.config.train.batch * self.config.data.length
 
     @staticmethod
     def of(config: Config, layout: Layout) -> "Setup":
@@ -130,7 +135,7 @@ def train(
 
     Args:
       init: a run (its name beside this one, or its path) whose best parameters this one starts from, instead of fresh
-        ones; it must have the same tokenizer. A run that has a checkpoint no longer needs it.
+        ones; it must have the same tokenizer. The run remembers it: resuming does not need it again.
 
     Raises:
       UserError: bad settings or data, or a loss that is not finite; with several processes, on all of them.
@@ -143,14 +148,37 @@ def train(
         require_same("settings", to_json(setup.config))
         origin = together(lambda: _origin(directory, init, setup))
         require_same("first parameters", repr(origin))
-        start = None if origin is None else _start_from(origin, directory, init, setup)
+        # Agreed on once: a shared file system may show one process less than another.
+        done, latest = together(lambda: _progress(Run(directory)))
+        require_same("state of the run", f"finished: {done is not None}, last checkpoint: {latest}")
+        params = None
+        if origin is not None and done is None and latest is None:
+            params = _start_from(origin, directory, setup)
         run = _open(directory, setup, origin)
-        done = run.summary()
         if done is not None:
             return done
-        trainer = _Trainer(setup, run, batches, start, tensorboard, wandb, quiet)
-        with contextlib.closing(trainer):
-            summary = summary_dict(trainer.run())
+        settings = setup.config.train
+        checkpoints = Checkpoints(
+            run.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best
+        )
+        with contextlib.closing(checkpoints):
+            state = _state(setup, checkpoints, latest, batches, params)
+            # Only process 0 opens the log, and it may fail.
+            log = together(
+                lambda: Log(
+                    run.directory,
+                    name=run.name,
+                    steps=settings.steps,
+                    start=latest or 0,
+                    tokens_per_step=setup.tokens_per_step,
+                    tensorboard=tensorboard,
+                    wandb=wandb,
+                    active=jax.process_index() == 0,
+                    quiet=quiet,
+                )
+            )
+            trainer = _Trainer(setup, run, checkpoints, log, batches, state)
+            summary = summary_dict(trainer.fit())
         if jax.process_index() == 0:
             run.finish(summary)
         return summary
@@ -167,10 +195,12 @@ def _origin(directory: Path, init: str | None, setup: Setup) -> Origin | None:
     Raises:
       UserError: the run started from something else; or there is no such run, or its tokenizer is another.
     """
-    run = Run(directory)
+    run, runs = Run(directory), directory.parent
     if run.exists():
         origin = run.origin()
-        if init is not None and (origin is None or origin.run != Path(init).name):
+        # Its source may be gone by now: `init` is compared as `Run.open` would look for it.
+        given = [] if init is None else [Run(p).name_from(runs) for p in (runs / init, Path(init))]
+        if given and (origin is None or origin.run not in given):
             started = "fresh parameters" if origin is None else f"run {origin.run!r}"
             raise UserError(
                 f"{directory} was started from {started}, not from {init!r}; choose another --name"
@@ -178,30 +208,39 @@ def _origin(directory: Path, init: str | None, setup: Setup) -> Origin | None:
         return origin
     if init is None:
         return None
-    source = Run.open(init, directory.parent)
+    source = Run.open(init, runs)
     theirs, ours = source.tokenizer(), setup.dataset.tokenizer
     if (theirs and theirs.to_str()) != (ours and ours.to_str()):
         raise UserError(
             f"run {source.name!r} has another tokenizer, so its rows mean other tokens; add "
             f"--data.tokenizer {source.directory / 'tokenizer.json'}"
         )
-    return Origin(source.name, saved_step(source), source.facts()["fingerprint"])
+    return Origin(source.name_from(runs), saved_step(source), source.facts()["fingerprint"])
 
 
-def _start_from(origin: Origin, directory: Path, init: str | None, setup: Setup) -> Params | None:
-    """The parameters of another run, for this model; None where this run has its own by now.
+def _progress(run: Run) -> tuple[dict[str, Any] | None, int | None]:
+    """The result of the run, if it is finished; its last checkpoint, if it has one."""
+    return run.summary(), Checkpoints(run.checkpoints).latest()
+
+
+def _start_from(origin: Origin, directory: Path, setup: Setup) -> Params:
+    """The parameters of another run, for this model.
 
     Raises:
       UserError: they do not fit, or are not there any more.
     """
-    if Checkpoints(Run(directory).checkpoints).latest() is not None:
-        return None
-    source = Run.open(init or origin.run, directory.parent)
-    if source.facts()["fingerprint"] != origin.fingerprint:
-        raise UserError(
-            f"run {source.name!r} is no longer the one that {directory} starts from: it was trained on other data"
-        )
-    multiple = setup.config.vocab.multiple
+
+    def look() -> Run:
+        source = Run.open(origin.run, directory.parent)
+        if source.facts()["fingerprint"] != origin.fingerprint:
+            raise UserError(
+                f"run {source.name!r} is no longer the one that {directory} starts from: it was trained on other data"
+            )
+        Checkpoints(source.checkpoints).describe(origin.step)
+        return source
+
+    source, multiple = together(look), setup.config.vocab.multiple
+    # Outside `together`: the processes restore and compare arrays with one another.
     return adopt(setup.blueprint, load_run(source, setup.layout, origin.step, multiple=multiple))
 
 
@@ -215,78 +254,58 @@ def _open(directory: Path, setup: Setup, origin: Origin | None) -> Run:
     return together(create)
 
 
+def _state(
+    setup: Setup, checkpoints: Checkpoints, step: int | None, batches: Any, params: Params | None
+) -> State:
+    """The state saved at `step`, and the batches are moved to where they were; None: step 0, of `params` or fresh ones."""
+    if step is None:
+        fresh = setup.blueprint.init(setup.config.train.seed) if params is None else params
+        return init_state(setup.optimizer, fresh)
+    state: State = checkpoints.restore(
+        abstract_state(setup.blueprint, setup.optimizer),
+        batches,
+        logical=setup.blueprint.logical_shapes(),
+        step=step,
+    )
+    return state
+
+
 class _Trainer:
     def __init__(
         self,
         setup: Setup,
         run: Run,
+        checkpoints: Checkpoints,
+        log: Log,
         batches: Any,
-        start: Params | None,
-        tensorboard: bool,
-        wandb: bool,
-        quiet: bool,
+        state: State,
     ) -> None:
-        self.setup, self.run_directory = setup, run
-        self.config = setup.config
-        self.layout, self.blueprint = setup.layout, setup.blueprint
-        settings = self.config.train
-        self.batches = batches
-        self.checkpoints = Checkpoints(
-            run.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best
-        )
-        self.state = self._start(start)
-        self.start = int(self.state.step)
-        self.step_fn = make_step(self.blueprint, setup.optimizer)
-        self.evaluator = Evaluator(self.blueprint, setup.dataset.counts_V)
-        self.tokens_per_step = settings.batch * self.config.data.length
-        # Only process 0 opens the log, and it may fail.
-        self.log = together(
-            lambda: Log(
-                run.directory,
-                name=run.name,
-                steps=settings.steps,
-                start=self.start,
-                tokens_per_step=self.tokens_per_step,
-                tensorboard=tensorboard,
-                wandb=wandb,
-                active=jax.process_index() == 0,
-                quiet=quiet,
-            )
-        )
+        self.setup, self.run, self.checkpoints, self.log = setup, run, checkpoints, log
+        self.batches, self.state = batches, state
+        self.resumed_at = int(state.step)
+        self.step_fn = make_step(setup.blueprint, setup.optimizer)
+        self.evaluator = Evaluator(setup.blueprint, setup.dataset.counts_V)
         self.pending: tuple[int, Metrics, Batch] | None = None
-        self.window: list[Scalars] = []
+        self.settled = self.resumed_at
+        self.window: list[Scalars] = []  # of the settled steps that are not logged yet
 
-    def close(self) -> None:
-        self.checkpoints.close()
-
-    def _start(self, start: Params | None) -> State:
-        if self.checkpoints.latest() is None:
-            if start is None:
-                start = self.blueprint.init(self.config.train.seed)
-            return init_state(self.setup.optimizer, start)
-        state: State = self.checkpoints.restore(
-            abstract_state(self.blueprint, self.setup.optimizer),
-            self.batches,
-            logical=self.blueprint.logical_shapes(),
-        )
-        return state
-
-    def run(self) -> Summary:
-        settings = self.config.train
+    def fit(self) -> Summary:
+        settings = self.setup.config.train
         with self.log, _stop_signals() as stop:
-            if self.start:
-                self.log.say(f"{self.run_directory.name}  resumed at step {self.start}")
-            evaluation = self._evaluate(0) if self.start == 0 else None
-            for step in range(self.start + 1, settings.steps + 1):
-                host = next(self.batches)
-                batch = to_device(self.layout, host, None, "batch", "seq")
+            if self.resumed_at:
+                self.log.say(f"{self.run.name}  resumed at step {self.resumed_at}")
+            evaluation = None if self.resumed_at else self._evaluate(0)
+            for step in range(self.resumed_at + 1, settings.steps + 1):
+                host = self._next_batch()
+                batch = to_device(self.setup.layout, host, None, "batch", "seq")
                 self.state, metrics = self.step_fn(self.state, batch)
                 self._settle()
                 self.pending = (step, metrics, host)
                 self.log.advance(step)
-                if step == self.start + 1:
+                if step == self.resumed_at + 1:  # it compiled, so it is logged without a speed
+                    jax.block_until_ready(metrics)
+                    self.log.resume_clock(step)
                     self._settle()
-                    self.log.resume_clock(step)  # the first step compiled
                 is_last = step == settings.steps
                 stopped = self._stopped(stop, step)
                 evaluation = None
@@ -298,15 +317,17 @@ class _Trainer:
                     self._save(step, evaluation)
                 if stopped and not is_last:
                     self.checkpoints.wait()
-                    raise Interrupted(self.run_directory.name, step, stop.signal_number)
-            if (
-                evaluation is None
-            ):  # killed between the last checkpoint and the summary: it has been logged
-                evaluation = self._measure()
+                    raise Interrupted(self.run.name, step, stop.signal_number)
+            if evaluation is None:  # killed between the last checkpoint and the summary
+                evaluation = self._measure(settings.steps)  # it has been logged
             self.checkpoints.wait()
         if jax.process_index() == 0:
-            plot_run(self.run_directory.directory)
+            plot_run(self.run.directory)
         return self._summary(*evaluation)
+
+    def _next_batch(self) -> Batch:
+        host = next(self.batches)
+        return {**host, "targets": self.setup.blueprint.sizes.ignore_banned(host["targets"])}
 
     def _settle(self, flush: bool = False) -> None:
         """Reads the metrics of the step before (one step late, so that the device never waits for the host)."""
@@ -316,20 +337,17 @@ class _Trainer:
             values = {name: float(value) for name, value in metrics._asdict().items()}
             if values["invalid"]:
                 self._raise_invalid(step, host)
-            if not math.isfinite(values["loss"]):
-                raise UserError(
-                    f"the loss of step {step} is {values['loss']}: lower --optim.lr, or lengthen --optim.warmup; the last "
-                    f"checkpoint is of step {self.checkpoints.latest()}"
-                )
+            for name, value in values.items():
+                self._require_finite(name, step, value)
             self.window.append(values)
             self.settled = step
-        if self.window and (flush or self.settled % self.config.train.log_every == 0):
+        if self.window and (flush or self.settled % self.setup.config.train.log_every == 0):
             mean = {name: float(np.mean([m[name] for m in self.window])) for name in self.window[0]}
             self.window = []
             self.log.train(
                 self.settled,
                 {
-                    "tokens": self.settled * self.tokens_per_step,
+                    "tokens": self.settled * self.setup.tokens_per_step,
                     "train_loss": mean["nll"],
                     "objective": mean["loss"],
                     "lse2": mean["lse2"],
@@ -340,17 +358,24 @@ class _Trainer:
     def _raise_invalid(self, step: int, host: Batch) -> None:
         where = f"training batch of step {step}"
         try:
-            self.blueprint.sizes.check_ids(host["ids"])
-            self.blueprint.sizes.check_labels(host["targets"])
+            self.setup.blueprint.sizes.check_ids(host["ids"])
+            self.setup.blueprint.sizes.check_labels(host["targets"])
         except IdError as error:
             raise IdError(f"{where}: {error}") from None
         raise IdError(f"{where}: another process read an id or label that does not exist")
 
+    def _require_finite(self, name: str, step: int, value: float) -> None:
+        if not math.isfinite(value):
+            raise UserError(
+                f"the {name.replace('_', ' ')} of step {step} is {value}: lower --optim.lr, or lengthen --optim.warmup; the "
+                f"last checkpoint is of step {self.checkpoints.latest()}"
+            )
+
     def _evaluate(self, step: int) -> tuple[Evaluation, Evaluation]:
         """`_measure`, logged."""
-        validation, training = self._measure()
+        validation, training = self._measure(step)
         values = {
-            "tokens": step * self.tokens_per_step,
+            "tokens": step * self.setup.tokens_per_step,
             BEST_METRIC: validation.loss,
             "training_sample_loss": training.loss,
         }
@@ -360,26 +385,26 @@ class _Trainer:
         self.log.resume_clock(step)
         return validation, training
 
-    def _measure(self) -> tuple[Evaluation, Evaluation]:
+    def _measure(self, step: int) -> tuple[Evaluation, Evaluation]:
         """Of the validation split, and of as many tokens of the training split."""
-        dataset, data = self.setup.dataset, self.config.data
+        dataset, data = self.setup.dataset, self.setup.config.data
         sample = replace(
             dataset.train, tokens=dataset.train.tokens[: len(dataset.validation.tokens)], bytes=None
         )
-        batch = self.config.train.batch // self.config.train.accumulate
+        settings = self.setup.config.train
+        batch = settings.batch // settings.accumulate
         validation, training = (
             self.evaluator(self.state.params, stream, data.length, batch)
             for stream in (dataset.validation, sample)
         )
+        self._require_finite("validation_loss", step, validation.loss)
+        self._require_finite("training_sample_loss", step, training.loss)
         return validation, training
 
     def _save(self, step: int, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
-        if self.checkpoints.latest() == step:
-            return
         metrics = {BEST_METRIC: evaluation[0].loss} if evaluation else None
-        self.checkpoints.save(
-            step, self.state, self.batches, logical=self.blueprint.logical_shapes(), metrics=metrics
-        )
+        logical = self.setup.blueprint.logical_shapes()
+        self.checkpoints.save(step, self.state, self.batches, logical=logical, metrics=metrics)
         self.log.resume_clock(step)
 
     def _stopped(self, stop: "_Stop", step: int) -> bool:
@@ -391,20 +416,20 @@ class _Trainer:
         return bool(multihost_utils.reached_preemption_sync_point(step))
 
     def _summary(self, validation: Evaluation, training: Evaluation) -> Summary:
-        settings, data = self.config.train, self.config.data
-        tokens = settings.steps * self.tokens_per_step
-        per_pass = windows_per_pass(self.setup.dataset.train, data.length) * data.length
-        lines = read_metrics(self.run_directory.directory / "metrics.jsonl")
+        blueprint, length = self.setup.blueprint, self.setup.config.data.length
+        tokens = self.setup.config.train.steps * self.setup.tokens_per_step
+        per_pass = windows_per_pass(self.setup.dataset.train, length) * length
+        lines = read_metrics(self.run.directory / "metrics.jsonl")
         speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
         return Summary(
-            name=self.run_directory.name,
-            parameters=self.blueprint.count(),
-            vocab_parameters=self.blueprint.count("vocab/"),
-            trunk_parameters=self.blueprint.count("trunk/"),
-            train_flops=self.blueprint.train_flops(data.length) * tokens,
+            name=self.run.name,
+            parameters=blueprint.count(),
+            vocab_parameters=blueprint.count("vocab/"),
+            trunk_parameters=blueprint.count("trunk/"),
+            train_flops=blueprint.train_flops(length) * tokens,
             tokens=tokens,
             passes=tokens / per_pass,
-            tokens_per_second=float(np.median(speeds)) if speeds else math.nan,
+            tokens_per_second=float(np.median(speeds)) if speeds else None,
             validation=validation,
             training=training,
             gap=validation.loss - training.loss,

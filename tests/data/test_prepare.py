@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from vocabjax.config import Config
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.data.prepare import DataConfig, prepare, split_documents
 from vocabjax.errors import IdError, UserError
@@ -65,7 +66,6 @@ def test_streams_hold_the_text(config):
     validation = texts_of(dataset.validation, dataset.tokenizer)
     assert sorted(train + validation) == sorted(DOCUMENTS)
     for stream, documents in ((dataset.train, train), (dataset.validation, validation)):
-        assert stream.documents == len(documents)
         assert stream.bytes == sum(len(document.encode()) for document in documents)
     assert len(validation) == 4
     counts = Counter(dataset.train.tokens.tolist())
@@ -245,7 +245,8 @@ def test_a_killed_writer_leaves_no_entry(config, cache, monkeypatch):
             prepare(config)
     assert list(cache.iterdir()) == []
     (cache / ".0123.left-by-sigkill").mkdir()
-    assert prepare(config).train.documents == 36
+    dataset = prepare(config)
+    assert len(texts_of(dataset.train, dataset.tokenizer)) == 36
 
 
 def test_writers_at_once_agree(config, cache):
@@ -297,7 +298,6 @@ def test_token_file_is_cut_at_an_end_of_text(tmp_path):
     dataset = prepare(config)
     assert dataset.train.tokens.tolist() == tokens[:8]
     assert dataset.validation.tokens.tolist() == tokens[7:]
-    assert (dataset.train.documents, dataset.validation.documents) == (2, 1)
     assert (dataset.size, dataset.tokenizer, dataset.train.bytes) == (12, None, None)
     assert dataset.counts_V.tolist() == [3, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0]
     subset = prepare(replace(config, max_train_tokens=7))
@@ -311,12 +311,12 @@ def test_token_file_without_end_of_text(tmp_path):
     dataset = prepare(replace(token_file(tmp_path, tokens, bytes=40), validation=0.3))
     assert dataset.train.tokens.tolist() == tokens[:7]
     assert dataset.validation.tokens.tolist() == tokens[7:]
-    assert (dataset.size, dataset.train.end_of_text, dataset.train.documents) == (70_000, None, 1)
+    assert (dataset.size, dataset.train.end_of_text) == (70_000, None)
     assert (dataset.train.bytes, dataset.validation.bytes) == (28, 12)
     assert dataset.train.tokens.dtype == np.uint32
 
 
-def test_documents_and_cuts_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
+def test_cuts_and_counts_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     config = token_file(tmp_path, rng.integers(0, 5, 300), size=5, end_of_text=0)
     whole = prepare(config)
@@ -325,8 +325,6 @@ def test_documents_and_cuts_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
     pieces = prepare(config)
     for one, other in ((whole.train, pieces.train), (whole.validation, pieces.validation)):
         assert one.tokens.tolist() == other.tokens.tolist()
-        text = "".join("x" if token else " " for token in one.tokens)
-        assert one.documents == other.documents == len(text.split())
     assert whole.counts_V.tolist() == pieces.counts_V.tolist()
 
 
@@ -344,8 +342,17 @@ def test_token_file_errors(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"validation": 0.0}, {"validation": 1.0}, {"length": 0}, {"seed": -1}, {"end_of_text": ""}],
+    [
+        {"validation": 0.0},
+        {"validation": 1.0},
+        {"length": 0},
+        {"seed": -1},
+        {"max_train_tokens": 1},
+        {"end_of_text": ""},
+    ],
 )
-def test_settings_are_checked_early(settings):
-    with pytest.raises(UserError, match=next(iter(settings))):
-        DataConfig(**settings)
+def test_settings_are_checked_before_anything_is_read(settings):
+    config = DataConfig(source="files:absent", **settings)
+    for check in (config.check, Config(data=config).check, lambda: prepare(config)):
+        with pytest.raises(UserError, match=rf"^data\.{next(iter(settings))} "):
+            check()

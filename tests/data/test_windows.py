@@ -15,7 +15,7 @@ FIELDS = ("ids", "targets", "segment", "position")
 
 
 def stream_of(tokens, end=END):
-    return TokenStream(np.asarray(tokens, np.uint32), end, None, 0)
+    return TokenStream(np.asarray(tokens, np.uint32), end, None)
 
 
 def random_stream(n, seed=0, vocabulary=7):

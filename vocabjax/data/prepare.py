@@ -54,11 +54,12 @@ class DataConfig:
     max_validation_tokens: int | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work, whatever the text."""
         if not 0 < self.validation < 1:
             raise UserError(
-                f"validation {self.validation} must lie between 0 and 1: it is a share of the "
-                "documents"
+                f"data.validation = {self.validation} must lie between 0 and 1: it is a share of "
+                "the documents"
             )
         for field, least in (
             ("length", 1),
@@ -68,9 +69,9 @@ class DataConfig:
         ):
             value = getattr(self, field)
             if value is not None and value < least:
-                raise UserError(f"{field} must be at least {least}, not {value}")
+                raise UserError(f"data.{field} = {value} must be at least {least}")
         if not self.end_of_text:
-            raise UserError("end_of_text must not be empty")
+            raise UserError("data.end_of_text must not be empty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +83,11 @@ class TokenStream:
         end_of_text: E, or None when it is not known (a `tokens:` file).
         bytes: UTF-8 bytes of the real text, end-of-text counting 0; None when not known. For a
             `tokens:` file that declares its bytes: its share of them by tokens, an estimate.
-        documents: the number of documents.
     """
 
     tokens: np.ndarray
     end_of_text: int | None
     bytes: int | None
-    documents: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +126,11 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
             `config.end_of_text`.
 
     Raises:
-        UserError: the source, the tokenizer or the cache cannot be used; the message says why.
+        UserError: the settings, the source, the tokenizer or the cache cannot be used; the message
+            says why.
         IdError: a `tokens:` file holds an id outside its vocabulary.
     """
+    config.check()
     kind, _, rest = config.source.partition(":")
     if kind == "tokens" and rest:
         if tokenizer is not None or config.tokenizer != "bpe":
@@ -214,7 +215,7 @@ def _write_documents(
     dtype: np.dtype[Any],
     limit: int | None,
 ) -> dict[str, int]:
-    tokens, size_bytes, written = 1, 0, 0
+    tokens, size_bytes = 1, 0
     with path.open("wb") as file:
         file.write(np.array([end], dtype).tobytes())
         encoded = tokenizing.encode_documents(documents, tokenizer)
@@ -225,7 +226,7 @@ def _write_documents(
                     f"{document[:40]!r}…): choose a special token for end_of_text"
                 )
             if limit is not None and tokens + len(ids) + 1 > limit:
-                if written == 0:
+                if tokens == 1:
                     raise UserError(
                         f"the first document drawn for {path.stem} makes {tokens + len(ids) + 1} "
                         f"tokens, over max_{path.stem}_tokens {limit}: raise the limit, or use "
@@ -235,8 +236,7 @@ def _write_documents(
             file.write(np.array([*ids, end], dtype).tobytes())
             tokens += len(ids) + 1
             size_bytes += len(document.encode("utf-8"))
-            written += 1
-    return {"tokens": tokens, "bytes": size_bytes, "documents": written}
+    return {"tokens": tokens, "bytes": size_bytes}
 
 
 def _prepare_tokens(config: DataConfig, stored: corpora.StoredTokens) -> Dataset:
@@ -297,18 +297,14 @@ def _limited(
 
 
 def _write_tokens(path: Path, stored: corpora.StoredTokens, part: slice) -> dict[str, int | None]:
-    dtype, end = token_dtype(stored.size), stored.end_of_text
-    documents, between = 0, True
+    dtype = token_dtype(stored.size)
     with path.open("wb") as file:
         for start in range(part.start, part.stop, _CHUNK):
             chunk = np.asarray(stored.tokens[start : min(start + _CHUNK, part.stop)])
-            ends = np.zeros(len(chunk), np.bool_) if end is None else chunk == end
-            documents += int(np.sum(~ends & np.concatenate([[between], ends[:-1]])))
-            between = bool(ends[-1])
             file.write(chunk.astype(dtype).tobytes())
     tokens = part.stop - part.start
     size_bytes = None if stored.bytes is None else round(stored.bytes * tokens / len(stored.tokens))
-    return {"tokens": tokens, "bytes": size_bytes, "documents": documents}
+    return {"tokens": tokens, "bytes": size_bytes}
 
 
 def token_dtype(size: int) -> np.dtype[Any]:
@@ -377,7 +373,6 @@ def _open(entry: Path, key: str) -> Dataset | None:
                 tokens=_memmap(entry / f"{name}.bin", meta),
                 end_of_text=meta["end_of_text"],
                 bytes=meta[name]["bytes"],
-                documents=meta[name]["documents"],
             )
             for name in ("train", "validation")
         }
