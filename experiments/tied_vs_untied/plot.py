@@ -22,7 +22,7 @@ def plot(results: list[Result], path: Path) -> None:
         right = figure.add_subplot(len(cells), 2, 2 * row + 2)
         _losses(left, mine, cell, colors)
         _differences(right, mine, colors)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def _losses(axes: Any, results: list[Result], cell: str, colors: dict[str, str]) -> None:
