@@ -107,7 +107,9 @@ def linear_cross_entropy(
     weight = weight_BT.sum()
     divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
     total, nll, z = _cross_entropy(
-        scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weight_BT, _inverse(divisor)
+        scoring,
+        objective,
+        _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, _inverse(divisor)),
     )
     return Loss(total, nll, z, weight, *_count_labels(scoring.sizes, targets_BT))
 
@@ -323,59 +325,40 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
 _Gradients = tuple[jax.Array, jax.Array, jax.Array | None]  # of h, table, bias
 
 
+class _Inputs(NamedTuple):
+    """What the loss is computed from; only the first three are differentiable."""
+
+    h_BTD: jax.Array
+    table_VD: jax.Array
+    bias_V: jax.Array | None
+    targets_BT: jax.Array
+    weight_BT: jax.Array
+    inverse: jax.Array  # of the normaliser
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(
-    scoring: Scoring,
-    objective: Objective,
-    h_BTD: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BT: jax.Array,
-    weight_BT: jax.Array,
-    inverse: jax.Array,
-) -> _Sums:
-    sums, _ = _run(
-        scoring, objective, False, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse
-    )
-    return sums
+def _cross_entropy(scoring: Scoring, objective: Objective, inputs: _Inputs) -> _Sums:
+    return _run(scoring, objective, inputs, with_gradients=False)[0]
 
 
 def _cross_entropy_fwd(
-    scoring: Scoring,
-    objective: Objective,
-    h_BTD: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BT: jax.Array,
-    weight_BT: jax.Array,
-    inverse: jax.Array,
+    scoring: Scoring, objective: Objective, inputs: _Inputs
 ) -> tuple[_Sums, _Gradients | None]:
-    return _run(scoring, objective, True, h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
+    return _run(scoring, objective, inputs, with_gradients=True)
 
 
 def _cross_entropy_bwd(
-    scoring: Scoring,
-    objective: Objective,
-    gradients: _Gradients,
-    cotangents: _Sums,
-) -> tuple[jax.Array | None, ...]:
+    scoring: Scoring, objective: Objective, gradients: _Gradients, cotangents: _Sums
+) -> tuple[tuple[jax.Array | None, ...]]:
     scaled = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
-    return *scaled, None, None, None
+    return (_Inputs(*scaled, None, None, None),)  # type: ignore[arg-type]  # None: no gradient
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def _run(
-    scoring: Scoring,
-    objective: Objective,
-    with_gradients: bool,
-    h_BTD: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BT: jax.Array,
-    weight_BT: jax.Array,
-    inverse: jax.Array,
+    scoring: Scoring, objective: Objective, inputs: _Inputs, *, with_gradients: bool
 ) -> tuple[_Sums, _Gradients | None]:
     layout, sizes = scoring.layout, scoring.sizes
     axes = TokenAxes.of(layout)
@@ -445,4 +428,4 @@ def _run(
         in_specs=(axes.spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec()),
         out_specs=(PartitionSpec(), (axes.spec, table_spec, bias_spec) if with_gradients else None),
         check_vma=False,
-    )(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse)
+    )(*inputs)
