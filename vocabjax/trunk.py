@@ -31,11 +31,11 @@ class TrunkConfig:
     """The trunk; its width D is the vocabulary's (`vocab.width`).
 
     Attributes:
-      layers: L.
-      heads: N, of queries.
+      layers: L, how many.
+      heads: N, attention heads (of queries).
       kv_heads: G, of keys and values; N is a multiple of it.
       ffn: F, the inner width of the feed-forward.
-      head_dim: K; None: D / N.
+      head_dim: K, the width of a head; None: D / N.
       qk_norm: RMSNorm over K on queries and keys.
       rope_theta: base of the rotary frequencies.
       remat: what the backward recomputes: "none"; "dots" keeps the matrix products; "full" keeps only each layer's input.
@@ -56,6 +56,9 @@ class TrunkConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise UserError(f"trunk.{name} = {size} must be at least 1")
+            most = 10_000 if name == "layers" else 2**31 - 1
+            if size is not None and size > most:
+                raise UserError(f"trunk.{name} = {size} must be at most {most:,}")
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"trunk.rope_theta = {self.rope_theta} must be positive and finite")
         if self.heads % self.kv_heads:
@@ -63,9 +66,10 @@ class TrunkConfig:
                 f"trunk.heads = {self.heads} must be a multiple of trunk.kv_heads = {self.kv_heads}"
             )
         if self.head_dim is None and width % self.heads:
+            below, above = (width // self.heads * self.heads, -(-width // self.heads) * self.heads)
             raise UserError(
                 f"vocab.width = {width} does not divide over trunk.heads = {self.heads}; set trunk.head_dim, or a "
-                f"width of {width // self.heads * self.heads or self.heads} or {-(-width // self.heads) * self.heads}"
+                f"width of {f'{below} or ' if below else ''}{above}"
             )
         if self.width_of_head(width) % 2:
             raise UserError(
@@ -178,6 +182,11 @@ class Trunk(nnx.Module):
         Returns:
           (h_BTD after the final norm, the cache with these tokens in it or None).
         """
+        # Some operations forget the sharding of a dimension of size 1: a batch of one row.
+        tokens = tokens._replace(
+            segment_BT=self.layout.place(tokens.segment_BT, "batch", "seq"),
+            position_BT=self.layout.place(tokens.position_BT, "batch", "seq"),
+        )
         if cache is None:
             segment_kv, start = tokens.segment_BT, None
         else:

@@ -45,8 +45,8 @@ class Tokens(NamedTuple):
     def of(ids_BT: Any) -> "Tokens":
         """One document per row."""
         ids_BT = jnp.asarray(ids_BT, jnp.int32)
-        # Derived from the ids, so that on explicit meshes all three are sharded alike.
-        zeros_BT = jnp.zeros_like(ids_BT)
+        # Computed from the ids, so that on explicit meshes all three are sharded alike (`zeros_like` does not promise it).
+        zeros_BT = ids_BT & 0
         return Tokens(ids_BT, zeros_BT, zeros_BT + jnp.arange(ids_BT.shape[1], dtype=jnp.int32))
 
 
