@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vocabjax.checkpoint import Checkpoints
+from vocabjax.checkpoint import Checkpoints, _examine
 from vocabjax.errors import UserError
 
 V, D = 17, 4
@@ -404,6 +405,124 @@ def test_damage_is_an_error_or_harmless_but_never_other_numbers(
     assert capfd.readouterr() == ("", "")
 
 
+def test_one_flipped_bit_is_never_restored(tmp_path: Path) -> None:
+    """Each copy has one other bit, in an array so large that its bytes lie outside the tree that Orbax checks itself."""
+    width = 4096
+    noise = np.random.default_rng(0).standard_normal((V, width)).astype(np.float32)
+    mesh = make_mesh(2, 4)
+    rows = NamedSharding(mesh, P("model"))
+    table = jax.device_put(np.pad(noise, ((0, 3), (0, 0))), rows)
+    state, logical = {"params": {"table": table}, "count": jnp.arange(4)}, {"table": (V, width)}
+    with closing(Checkpoints(tmp_path / "whole")) as checkpoints:
+        checkpoints.save(1, state, None, logical=logical)
+    largest = max((tmp_path / "whole").rglob("*"), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    chance = random.Random(0)
+    one = make_mesh(1, 1)  # pads otherwise than the mesh that saved
+    target = jax.ShapeDtypeStruct((V, width), np.float32, sharding=NamedSharding(one, P()))
+    whole = {"params": {"table": target}, "count": jnp.arange(4)}
+    for index in range(8):
+        directory = tmp_path / str(index)
+        shutil.copytree(tmp_path / "whole", directory)
+        spoilt = bytearray(content)
+        spoilt[chance.randrange(len(content) // 4, len(content))] ^= 1 << chance.randrange(8)
+        (directory / largest.relative_to(tmp_path / "whole")).write_bytes(spoilt)
+        told = f"{directory}/1: params/table is not what was saved, .* an earlier step"
+        for part, wanted in (("", whole), ("params/", whole["params"])):
+            with pytest.raises(UserError, match=told):
+                Checkpoints(directory).restore(wanted, None, logical=logical, part=part)
+
+
+def test_the_checksum_sees_every_bit_and_no_padding() -> None:
+    """Of every dtype that a state may hold."""
+    for dtype in ("float32", "bfloat16", "int32", "int8", "uint32", "bool"):
+        values = np.random.default_rng(0).integers(0, 2, 6).astype(jnp.dtype(dtype))
+
+        def checksum(array: np.ndarray, size: int = 6) -> int:
+            return _examine({"w": jnp.asarray(array)}, {"w": (size,)})[0]["w"]
+
+        seen = {checksum(values)}
+        bits = [0] if dtype == "bool" else range(8 * values.itemsize)
+        for bit in bits:
+            other = values.copy()
+            raw = other.view(np.uint8)
+            raw[values.itemsize * 2 + bit // 8] ^= 1 << bit % 8
+            seen.add(checksum(other))
+        assert len(seen) == 1 + len(bits)
+        assert checksum(np.concatenate([values, values])) == checksum(values)
+
+
+def test_older_checkpoints_have_no_checksums(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = Checkpoints.describe
+    assert describe(Checkpoints(saved)).checksums
+    monkeypatch.setattr(Checkpoints, "describe", lambda *a: replace(describe(*a), checksums={}))
+    target = place(make_mesh(2, 4), numpy_state(0.0))
+    assert_same(restore(Checkpoints(saved), target), numpy_state(), make_mesh(2, 4))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_not_saved(value: float, tmp_path: Path) -> None:
+    mesh = make_mesh(2, 4)
+    state = place(mesh, numpy_state())
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, None, logical=LOGICAL)
+        up = np.ones((3, D), jnp.bfloat16)
+        up[2, 1] = value
+        spoilt = place(mesh, with_leaf(numpy_state(), up=up))
+        told = r"params/trunk/up is not finite at step 2: lower --optim\.lr.*is of step 1$"
+        with pytest.raises(UserError, match=told):
+            checkpoints.save(2, spoilt, None, logical=LOGICAL)
+        assert checkpoints.steps() == [1]
+
+
+def test_the_best_is_unknown_where_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    with closing(Checkpoints(tmp_path, keep_last=3)) as checkpoints:
+        for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+            metrics = {"validation_loss": loss}
+            checkpoints.save(step, {"w": jnp.zeros(2)}, None, logical={}, metrics=metrics)
+        assert checkpoints.best() == 2
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("{")
+    with pytest.raises(UserError, match=rf"{tmp_path}/2: .*damaged.* --step latest"):
+        Checkpoints(tmp_path).best()
+
+
+KILLED_WHILE_DELETING = """
+import os, shutil, signal, sys
+import jax.numpy as jnp
+from vocabjax.checkpoint import Checkpoints
+unlink, left = os.unlink, [2]
+def unlink_few(path, **options):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    unlink(path, **options)
+def rmtree(path, real=shutil.rmtree):
+    os.unlink = unlink_few
+    real(path)
+shutil.rmtree = rmtree
+checkpoints = Checkpoints(sys.argv[1], keep_last=1, keep_best=0)
+for step in (1, 2):
+    checkpoints.save(step, {"w": jnp.zeros(2)}, None, logical={})
+checkpoints.close()
+"""
+
+
+def test_a_deletion_that_is_killed_is_completed_by_the_next_save(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_DELETING, str(tmp_path)],
+        env=environment(1),
+        capture_output=True,
+        timeout=60,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "1").mkdir()  # damaged, but by somebody else
+    with closing(Checkpoints(tmp_path, keep_last=1, keep_best=0)) as checkpoints:
+        assert checkpoints.steps() == [1, 2]
+        save_and_wait(checkpoints, 3, {"w": jnp.zeros(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
     """Every write beyond `size` bytes of a file fails, as on a full disk."""
@@ -421,7 +540,10 @@ def test_a_failed_write_is_reported_once_and_spoils_nothing(
     noise = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
     checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
     save_and_wait(checkpoints, 1, noise)
-    with file_size_limit(1000), pytest.raises(UserError, match="step 2 was not saved") as caught:
+    told = (
+        r"step 2 was not saved \(File too large\); the last checkpoint is of step 1: make room .*$"
+    )
+    with file_size_limit(1000), pytest.raises(UserError, match=told) as caught:
         save_and_wait(checkpoints, 2, noise)
     assert "\n" not in str(caught.value)
     assert checkpoints.steps() == [1]
@@ -446,7 +568,7 @@ def test_a_failed_write_is_reported_once_and_spoils_nothing(
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(UserError, match=r"checkpoints: step 1 was not saved .*checkpoints"):
+    with pytest.raises(UserError, match=r"step 1 was not saved \(Not a directory\); no checkpoint"):
         Checkpoints(tmp_path / "checkpoints").save(1, {"w": jnp.zeros(2)}, None, logical={})
 
 
@@ -542,7 +664,6 @@ checkpoints = Checkpoints(directory, keep_last=1, keep_best=1)
 for step in (1, 2, 3):
     metrics = {"validation_loss": float(step)}
     checkpoints.save(step, state, Position(), logical={"table": (17,)}, metrics=metrics)
-assert checkpoints.steps() == [1, 3], checkpoints.steps()
 abstract = {"table": jax.ShapeDtypeStruct((20,), np.float32, sharding=sharding)}
 back = checkpoints.restore(
     abstract, Position(), logical={"table": (17,)}
@@ -573,6 +694,7 @@ def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
+    assert Checkpoints(tmp_path).steps() == [1, 3]
     iterator = batches()
     mesh = make_mesh(1, 8)
     target = {

@@ -1,7 +1,9 @@
 """The command line, from configs to exit codes. Most of it runs in this process, on the eight devices of conftest."""
 
 import ast
+import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -11,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ import pytest
 
 from vocabjax import UserError, __version__, cli, find
 from vocabjax.checkpoint import Checkpoints
-from vocabjax.config import to_json
+from vocabjax.config import Config, differences, from_json, to_json
 from vocabjax.flags import TrainFlags, parse, with_parts
+from vocabjax.optim import NamedGroup, OptimConfig
+from vocabjax.vocab.core import VocabConfig
+from vocabjax.vocab.heads.linear import UntiedHead
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
@@ -353,13 +358,26 @@ TRAIN = ["train", "tied", *SMALL, "--quiet"]
         ("train tied --dry-run yes", "unexpected argument 'yes'"),
         ("train tied --vocab.width wide", "--vocab.width"),
         ("train tied --vocab.input.norm layer", "--vocab.input.norm"),
-        ("train tied --data.validation 3", "validation 3.0 must lie between 0 and 1"),
+        ("train tied --data.validation 3", "data.validation = 3.0 must lie between 0 and 1"),
         ("train tied --head tide", "--head: unknown kind 'tide'; did you mean 'tied'"),
         ("train tied --name ../elsewhere", "--name '../elsewhere' must be a plain name"),
         ("train tied --devices 1 --mesh data=3", "mesh data=3 needs 3 devices, but there are 1"),
         ("train tied --mesh data", "--mesh 'data': cannot read 'data'"),
         ("train tied --devices 8 --mesh data=4,tensor=2", "no rule uses axis 'tensor'"),
         ("train tied --rules fdsp", "unknown rule set 'fdsp'; did you mean 'fsdp'?"),
+        ("train tied --optim.clip none", "--optim.clip: must be {None}|FLOAT, not 'none'"),
+        ("train tied --optim.lr fast", "--optim.lr: must be a number, not 'fast'"),
+        ("train tied --optim.groups.0.lr 3", "unknown flag --optim.groups.0.lr: --group NAME=PATTERN adds one"),
+        ("train tied --vocab.memories.0.rows 3", "unknown flag --vocab.memories.0.rows: --memory KIND adds one"),
+        ("train tied -- --dry-run", "unexpected argument '--'"),
+        ("train tied --train.seed 999999999999999999999999", "train.seed = 999999999999999999999999 must be at least 0 and below 2^31"),
+        ("train tied --train.steps 99999999999999999999", "train.steps = 99999999999999999999 must be"),
+        ("train tied --data.vocab-size 99999999999999999999", "data.vocab_size = 99999999999999999999 must be"),
+        ("train tied --dry-run --vocab.size 99999999999", "vocab.size = 99999999999 must be"),
+        ("train tied --dry-run --vocab.size 300 --trunk.layers 99999999999999999999", "trunk.layers = 99999999999999999999 must be"),
+        ("train tied --dry-run --vocab.size 300 --trunk.layers 1000000000", "trunk.layers = 1000000000 must be"),
+        ("train tied --vocab.width 1 --trunk.heads 4", "set trunk.head_dim, or a width of 4"),
+        ("train tied --train.keep-last 0 --dry-run", "train.keep_last = 0 must be"),
         ("train tied --processes 2", "--coordinator, --processes and --process-id go together"),
         ("train tied --optim.head.lr 5 --devices 1 --vocab.size 300 --dry-run", "the model is tied"),
         ("eval", "name or path of a run"),
@@ -391,14 +409,25 @@ def test_bad_words_are_answered_in_one_line(
         ("--devices 1 --vocab.size 10", "vocab.size = 10 is smaller than the tokenizer"),
         ("--devices 1 --train.batch 4096", "fewer than one batch of 4096"),
         ("--devices 1 --data.source files:none*.txt", "none*.txt"),
+        (
+            "--devices 8 --mesh data=2,model=4 --trunk.heads 4 --rules seq=data",
+            "'batch' and 'seq' of one array",
+        ),
+        (
+            "--devices 8 --mesh data=2,model=4 --trunk.heads 8 --rules heads=data+model",
+            "'batch' and 'heads' of one array",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_run_is_made(
     words: str, told: str, capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
 ) -> None:
-    tried = [*train(corpus, tmp_path, "new"), "--trunk.kv-heads", "2"]
-    assert told in fails(capsys, *tried, *words.split())
-    assert not (tmp_path / "new" / "config.json").exists()
+    tried = [*train(corpus, tmp_path, "new"), "--trunk.kv-heads", "2", *words.split()]
+    refusal = fails(capsys, *tried)
+    assert told in refusal
+    assert not (tmp_path / "new").exists()
+    if "--vocab.size" not in words:  # or a dry run does not read the data
+        assert fails(capsys, *tried, "--dry-run") == refusal
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe\x80binary"])
@@ -412,6 +441,11 @@ def test_empty_and_binary_text_files_are_refused(
     assert tree(tmp_path) == {"text.txt": content}
 
 
+WRONG = (
+    "from vocabjax.config import Config, TrainConfig, VocabConfig\nconfig = Config({})"  # in Python
+)
+
+
 def test_a_config_file_that_fails_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -420,11 +454,105 @@ def test_a_config_file_that_fails_is_named(
         ("import nonsense_module", "ModuleNotFoundError"),
         ("config = (", "SyntaxError"),
         ("config = 3", "no `config` of type"),
+        (
+            WRONG.format("train=TrainConfig(steps='many')"),
+            "train.steps must be a whole number, not 'many'",
+        ),
+        (WRONG.format("vocab=VocabConfig(banned='1')"), "vocab.banned[0] must be a whole number"),
+        (WRONG.format("vocab=VocabConfig(head=3)"), "wrong type"),
+        (WRONG.format("train=None"), "wrong type"),
+        (WRONG.format("train=TrainConfig(steps=print)"), "wrong type"),
         ("from vocabjax import UserError\nraise UserError('nonsense')", "nonsense"),
     ):
         bad.write_text(source)
         line = fails(capsys, "train", bad)
         assert str(bad) in line and told in line
+
+
+def changed(path: str, value: Any) -> str:
+    """The default config as JSON with one value replaced."""
+    values = json.loads(to_json(Config()))
+    *parents, name = path.split(".")
+    functools.reduce(lambda node, key: node[key], parents, values)[name] = value
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("train.steps", 10.7, "train.steps must be a whole number, not 10.7"),
+        ("train.steps", True, "train.steps must be a whole number, not True"),
+        ("train.steps", None, "train.steps must be a whole number, not None"),
+        ("vocab.size", "16", "vocab.size must be a whole number or null, not '16'"),
+        ("vocab.banned", "12", "vocab.banned must be a list, not '12'"),
+        ("vocab.banned", [1, "2"], "vocab.banned[1] must be a whole number, not '2'"),
+        ("vocab.input.scale", "big", "vocab.input.scale must be 'none' or 'sqrt_width' or a number, not 'big'"),
+        ("vocab.head", [], "vocab.head must be an object, not []"),
+        ("vocab.head.kind", "tide", "vocab.head has the unknown kind 'tide'; did you mean 'tied'"),
+        ("vocab.head.softcap", "30", "vocab.head.softcap must be a number or null, not '30'"),
+        ("vocab.widht", 3, "vocab has no field 'widht'; did you mean 'width'?"),
+        ("trunk.remat", "some", "trunk.remat must be 'none' or 'dots' or 'full', not 'some'"),
+        ("trunk.qk_norm", 1, "trunk.qk_norm must be true or false, not 1"),
+        ("optim.lr", "0.1", "optim.lr must be a number, not '0.1'"),
+        ("optim.lr", 10**400, "optim.lr must be a number"),
+        ("optim.groups", [{"name": "mine"}], "optim.groups[0].pattern is missing"),
+        ("data.source", 5, "data.source must be a string, not 5"),
+        ("data", [], "data must be an object, not []"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_by_name(path: str, value: Any, told: str) -> None:
+    with pytest.raises(UserError) as refused:
+        from_json(changed(path, value), "here.json")
+    assert str(refused.value).startswith(f"here.json: {told}")
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "[" * 200_000, "1" * 5000])
+def test_json_that_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"here\.json"):
+        from_json(text, "here.json")
+
+
+def test_a_whole_number_may_stand_for_a_number() -> None:
+    config = from_json(changed("optim.lr", 1))
+    assert config.optim.lr == 1 and type(config.optim.lr) is float
+    assert from_json(to_json(config)) == config
+
+
+def test_no_setting_may_be_nan() -> None:
+    """Every number of the config, of an untied head and a group of one's own too."""
+    config = Config(
+        vocab=VocabConfig(size=300, head=UntiedHead(softcap=1.0, std=1.0)),
+        optim=OptimConfig(schedule="wsd", groups=(NamedGroup("mine", "*"),)),
+    )
+    config.check()
+    tried = []
+
+    def walk(value: Any, rebuild: Callable[[Any], Config]) -> None:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for f in dataclasses.fields(value):
+                inner = getattr(value, f.name)
+                own = functools.partial(_with, rebuild, value, f.name)
+                if "float" in str(f.type):
+                    tried.append(f.name)
+                    with pytest.raises(UserError, match=f.name):
+                        own(math.nan).check()
+                elif isinstance(inner, tuple) and inner:
+                    walk(inner[0], lambda part, own=own: own((part,)))
+                else:
+                    walk(inner, own)
+
+    walk(config, lambda whole: whole)
+    assert len(tried) > 30
+
+
+def _with(rebuild: Callable[[Any], Config], value: Any, name: str, inner: Any) -> Config:
+    return rebuild(dataclasses.replace(value, **{name: inner}))
+
+
+def test_nan_does_not_differ_from_nan() -> None:
+    one, other = (from_json(changed("optim.lr", math.nan)) for _ in range(2))
+    assert differences(one, other) == []
+    assert differences(one, Config()) == ["optim.lr: 0.003 → nan"]
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -577,6 +705,23 @@ def test_sample_continues_each_prompt(runs: Path, capsys: pytest.CaptureFixture[
     assert ids[:2] == [5, 6] and len(ids) <= 10
     assert "top_p = 2.0 must be in (0, 1]" in fails(capsys, *words, "--top-p", "2")
     assert "token id 5000 at" in fails(capsys, *words, "--ids", "5000")
+    for large in ("99999999999999999999", "9999999999999999999"):
+        refusal = fails(capsys, *words, "--ids", "5", large)
+        assert f"prompt 0: token id {large} at position 1 is outside [0, " in refusal
+    assert "seed = 99999999999 must be" in fails(capsys, *words, "--seed", "99999999999")
+
+
+def test_sampled_ids_that_the_tokenizer_lacks_are_shown(
+    corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*train(corpus, tmp_path, "wide"), "--devices", "1", "--train.steps", "3"]
+    assert run(*words, "--vocab.size", "3000") == 0
+    capsys.readouterr()
+    assert run("sample", "wide", "--runs", tmp_path, "--prompt", "kilo", "--max-tokens", "9") == 0
+    out = capsys.readouterr().out
+    # Hardly trained, so that nine in ten ids are beyond the 300 or less of the tokenizer.
+    shown = [int(token) for token in re.findall(r"<(\d+)>", out)]
+    assert out.startswith("kilo") and shown and all(300 <= token < 3000 for token in shown)
 
 
 def test_inspect_describes_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

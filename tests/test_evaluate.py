@@ -9,9 +9,11 @@ import pytest
 from models import layout_on, random_params
 
 from vocabjax import IdError, UntiedHead, UserError
+from vocabjax import evaluate as module
 from vocabjax.data import TokenStream
 from vocabjax.evaluate import Evaluation, Evaluator, frequency_bins
 from vocabjax.model import Blueprint
+from vocabjax.step import to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.interfaces import Objective, Tokens
@@ -146,6 +148,23 @@ def test_neither_batch_nor_mesh_changes_the_result(
     assert ours.tokens == other.tokens
     assert ours.nll == pytest.approx(other.nll, rel=1e-6)
     assert [d.tokens for d in ours.by_mass] == [d.tokens for d in other.by_mass]
+
+
+@pytest.mark.parametrize(("mesh", "rows"), [("data=1,model=1", 26), ("data=4,model=2", 28)])
+def test_a_batch_is_no_larger_than_the_text(
+    mesh: str, rows: int, tokens: np.ndarray, counts: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """202 targets are 26 windows of 8: 28 rows, where they must divide over 4 shards."""
+    shapes = []
+
+    def recorded(layout: Any, host: Any, *axes: Any) -> Any:
+        shapes.append(host["ids"].shape)
+        return to_device(layout, host, *axes)
+
+    monkeypatch.setattr(module, "to_device", recorded)
+    result = evaluated(mesh, tokens, counts, 100_000)
+    assert shapes == [(rows, T)]
+    assert result.nll == pytest.approx(oracle_nll(tokens).sum(), rel=1e-5)
 
 
 def test_the_order_of_documents_changes_nothing_when_windows_do_not_cut_them(

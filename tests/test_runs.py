@@ -1,10 +1,16 @@
 """Run directories: what a kill may leave, which code is kept, which data an old run is read on."""
 
+import errno
+import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +21,7 @@ from vocabjax.config import Config
 from vocabjax.data import DataConfig, Dataset, prepare
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.load import run_data
+from vocabjax.log import read_metrics
 from vocabjax.runs import Origin, Run
 
 
@@ -48,7 +55,7 @@ def test_a_kill_while_a_run_is_made_leaves_nothing_in_the_way(
         Run.create(tmp_path / "run", config, dataset, Origin("other", 3, "abc"))
     made = {path.name for path in (tmp_path / "run").iterdir()}
     temporary = {path.name for moment in moments for path in moment.iterdir()} - made
-    assert {f"{name}.tmp" for name in made - {"counts.npy"}} == temporary
+    assert {f"{name}.tmp" for name in made} == temporary
     for moment in moments:
         (moment / "counts.npy").write_bytes(b"cut short")
         was_run = Run(moment).exists()
@@ -81,6 +88,132 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
             files.write_atomic(path, b"new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_corrected_command_replaces_a_run_of_which_nothing_was_saved(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, dataset = dataset_of(config_of(corpus))
+    directory = tmp_path / "run"
+    Run.create(directory, config, dataset)
+    (directory / "metrics.jsonl").write_text('{"step": 0, "tokens": 0}\n')
+    (directory / "code.patch").write_text("of the run before")
+    (directory / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)  # a killed save's
+    corrected = replace(config, train=replace(config.train, batch=4))
+    assert capsys.readouterr().err == ""
+    run = Run.create(directory, corrected, dataset)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{directory} holds a run of another config: train.batch: 8 → 4" in line
+    assert "replaced" in line
+    assert run.config() == corrected
+    assert not (directory / "metrics.jsonl").exists()
+    Run.create(directory, corrected, dataset)
+    assert capsys.readouterr().err == ""
+
+    np.save(tmp_path / "ids.npy", np.arange(400) % 20)  # other data: their tokenizer goes too
+    ids = replace(config, data=DataConfig(source=f"tokens:{tmp_path}/ids.npy"))
+    ids = replace(ids, vocab=replace(ids.vocab, size=None))
+    run = Run.create(directory, *dataset_of(ids))
+    assert run.tokenizer() is None
+    assert len(run.counts()) == run.facts()["size"] == 20
+
+
+@pytest.mark.parametrize("saved", ["checkpoints/3", "checkpoints/3.mine", "summary.json"])
+def test_a_run_of_which_anything_was_saved_is_never_replaced(
+    saved: str, corpus: Path, tmp_path: Path
+) -> None:
+    config, dataset = dataset_of(config_of(corpus))
+    run = Run.create(tmp_path / "run", config, dataset)
+    (run.directory / saved).mkdir(parents=True)
+    before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
+    with pytest.raises(UserError, match=r"another config: train\.batch: 8 → 4; choose another"):
+        Run.create(run.directory, replace(config, train=replace(config.train, batch=4)), dataset)
+    assert {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")} == before
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vocabjax.runs import Run
+lock = Run(Path(sys.argv[1])).lock()
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def unsupported(*_: Any) -> None:
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+def test_a_run_is_locked_until_its_process_dies(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "run"
+    words = [sys.executable, "-c", HOLD, str(directory)]
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"{directory} is being trained by another process"):
+            Run(directory).lock()
+        with monkeypatch.context() as patch:  # a file system without locks
+            patch.setattr(files.fcntl, "flock", unsupported)
+            Run(directory).lock().close()
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+    with Run(directory).lock():
+        assert Run.create(directory, *dataset_of(config_of(corpus))).exists()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and not a run"):
+        Run(tmp_path / "foreign").lock()
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["notes.txt"]
+
+
+def test_a_tokenizer_that_is_gone_is_named_and_written_again(corpus: Path, tmp_path: Path) -> None:
+    config, dataset = dataset_of(config_of(corpus))
+    run = Run.create(tmp_path / "run", config, dataset)
+    path = run.directory / "tokenizer.json"
+    content = path.read_bytes()
+    path.unlink()
+    for read in (run.tokenizer, lambda: run_data(run)):
+        with pytest.raises(UserError, match=f"{path} is missing; .* writes it again"):
+            read()
+    Run.create(run.directory, config, dataset)
+    assert path.read_bytes() == content
+
+
+READERS: dict[str, Callable[[Run], Any]] = {
+    "data.json": lambda run: (run.facts(), run.origin()),
+    "code.json": Run.code,
+    "summary.json": Run.summary,
+    "metrics.jsonl": lambda run: read_metrics(run.directory / "metrics.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "content",
+    [b"{}\n", b"[]\n", b"5\n", b"null\n", b'{"a": 1}\n', b'{"step": "1", "tokens": 2}\n', b'"\xe9"\n',
+     b'{"fingerprint": "a", "init": {"foo": 1}}\n', b'{"fingerprint": "a", "init": 5}\n'],
+)  # fmt: skip
+def test_a_damaged_file_is_named_with_how_to_mend_it(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    mend = {"summary.json": "delete it", "metrics.jsonl": "delete that line"}
+    with pytest.raises(UserError) as caught:
+        READERS[name](Run(tmp_path))
+    assert str(tmp_path / name) in str(caught.value)
+    assert mend.get(name, "restore it from a copy") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_cut_short_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "tokens": 8 * step, "train_loss": 1.5} for step in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines)[:-5])
+    assert read_metrics(path) == lines[:2]
 
 
 # Its code

@@ -368,6 +368,86 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_nothing_that_is_not_finite_is_ever_saved(corpus: Path, tmp_path: Path) -> None:
+    """The first update makes the head infinite; its own loss is still finite, and no evaluation comes in between."""
+    config = config_of(corpus, checkpoint_every=1, eval_every=100)
+    config = replace(config, optim=OptimConfig(lr=1e30, warmup=0, head=GroupConfig(lr=1e30)))
+    told = r"params/vocab/head/table is not finite at step 1: lower --optim\.lr.*no checkpoint"
+    with pytest.raises(UserError, match=told):
+        train(config, tmp_path / "run", layout_on(ONE), quiet=True)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == []
+    # Huge, but finite at first.
+    config = replace(config, optim=OptimConfig(lr=1e30, warmup=0))
+    with pytest.raises(UserError, match=r"not finite|is (nan|inf)"):
+        train(config, tmp_path / "run", layout_on(ONE), quiet=True)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    setup = Setup.of(config, layout_on(ONE))
+    with jax.set_mesh(setup.layout.mesh):
+        for step in checkpoints.steps():
+            state = checkpoints.restore(
+                training.abstract_state(setup.blueprint, setup.optimizer),
+                None,
+                logical=setup.blueprint.logical_shapes(),
+                step=step,
+            )
+            chex.assert_tree_all_finite(state)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_one_run_is_trained_by_one_command(
+    reference: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layout, directory = config_of(corpus), layout_on(ONE), tmp_path / "run"
+    first = training._Trainer.fit
+    told: list[str] = []
+
+    def second_command(self: Any) -> Any:
+        before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+        for other in (config, config_of(corpus, steps=4)):
+            with pytest.raises(UserError, match="is being trained by another process") as caught:
+                train(other, directory, layout, quiet=True)
+            told.append(str(caught.value))
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+        return first(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Trainer, "fit", second_command)
+        train(config, directory, layout, quiet=True)
+    assert len(told) == 2
+    assert train(config, directory, layout, quiet=True) == {**reference[0], "name": "run"} | {
+        "tokens_per_second": json.loads((directory / "summary.json").read_text())[
+            "tokens_per_second"
+        ]
+    }
+
+    # The other command ends between the look at its checkpoints and the lock.
+    (directory / "summary.json").unlink()
+    lock = Run.lock
+
+    def late(self: Run) -> Any:
+        shutil.rmtree(directory / "checkpoints" / "6")
+        return lock(self)
+
+    monkeypatch.setattr(Run, "lock", late)
+    with pytest.raises(UserError, match="is being trained by another process"):
+        train(config, directory, layout, quiet=True)
+
+
+def test_a_setting_that_is_refused_late_can_be_corrected(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, directory = config_of(corpus, steps=3), tmp_path / "run"
+    wrong = replace(config, optim=OptimConfig(lr=1e30, warmup=0, head=GroupConfig(lr=1e30)))
+    with pytest.raises(UserError, match="lr"):
+        train(wrong, directory, layout_on(ONE), quiet=True)
+    capsys.readouterr()
+    train(config, directory, layout_on(ONE), quiet=True)
+    assert "replaced" in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == [0, 1, 2, 3, 3]
+    with pytest.raises(UserError, match="holds a run of another config"):
+        train(wrong, directory, layout_on(ONE), quiet=True)
+
+
 def test_frozen_groups_stay_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
     config, layout = config_of(corpus, steps=3), layout_on(ONE)
     config = replace(config, optim=replace(config.optim, head=GroupConfig(frozen=True)))
@@ -422,8 +502,25 @@ def test_starting_from_a_run_of_another_tokenizer_is_refused(
 ) -> None:
     config = config_of(corpus)
     config = replace(config, data=replace(config.data, vocab_size=280))
-    with pytest.raises(UserError, match=r"another tokenizer.*--data\.tokenizer"):
+    path = reference[2] / "tokenizer.json"
+    with pytest.raises(UserError, match=rf"another tokenizer.*add --data\.tokenizer {path}$"):
         train(config, tmp_path / "run", layout_on(ONE), init=str(reference[2]), quiet=True)
+
+    np.save(tmp_path / "ids.npy", np.arange(400) % 20)
+    ids = replace(config, data=DataConfig(source=f"tokens:{tmp_path}/ids.npy", length=16))
+    with pytest.raises(
+        UserError, match=r"another tokenizer.* it was trained on text, not on token"
+    ):
+        train(ids, tmp_path / "run", layout_on(ONE), init=str(reference[2]), quiet=True)
+    train(
+        replace(ids, train=replace(ids.train, steps=3)),
+        tmp_path / "ids",
+        layout_on(ONE),
+        quiet=True,
+    )
+    with pytest.raises(UserError, match=r"another tokenizer.* it was trained on token ids: give"):
+        train(config, tmp_path / "run", layout_on(ONE), init="ids", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_start_does_not_depend_on_how_either_run_pads_its_tables(

@@ -11,11 +11,18 @@ records it, and it must be the same on both sides; a stored dimension may differ
 from the same logical size. The logical rows are then restored exactly and the padding is zero again. A leaf has the logical shape
 of the parameter whose path is the longest suffix of its own path, if their ranks agree: `opt/0/mu/vocab/head/table` has that of
 `vocab/head/table`. All else must be equal.
+
+Checksums. The record holds one number per array, summed on the devices over the bits of its logical part, so that it is the same
+on any mesh and no array is gathered. A restored array whose number is another has been damaged since, and is refused.
 """
 
+import functools
 import json
 import logging
 import math
+import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +32,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from orbax.checkpoint import v1 as ocp
 
 from vocabjax.errors import UserError
@@ -34,6 +42,7 @@ PyTree = Any
 Shapes = Mapping[str, Sequence[int]]  # path of a parameter → shape without padding
 
 BEST_METRIC = "validation_loss"
+UNFINISHED = ".orbax-checkpoint-tmp"  # in a name: a save or a deletion that a kill cut short; Orbax removes it
 
 
 class DataIterator(Protocol):
@@ -53,22 +62,25 @@ class Description:
     logical: dict[str, tuple[int, ...]]
     metrics: dict[str, float]
     iterator: dict[str, Any] | None
+    checksums: dict[str, int] = field(default_factory=dict)  # older checkpoints have none
 
 
 class Checkpoints:
     """The checkpoints in one directory: the last ones and those of lowest validation loss.
 
     Reading changes nothing on disk and works on any device count, also while the run is training.
-    The first save removes what a killed save left behind, so only one run may save here. With
-    several processes, every process makes the same calls.
+    The first save removes what a kill left of a save or a deletion, so only one run may save here. With several processes,
+    every process makes the same calls, and process 0 deletes.
     """
 
     def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
         """`keep_last` is at least 1, `keep_best` at least 0: `TrainConfig.check` sees to it."""
         self._directory = Path(directory).absolute()
-        self._rotation = _Rotation(keep_last, keep_best)
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._known: dict[int, float] = {}  # the loss of each step that was saved, or could be read
         self._writer: ocp.training.Checkpointer | None = None
         self._saving_step = -1
+        self._saving = False
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).addFilter(_not_from_orbax)
 
@@ -84,36 +96,47 @@ class Checkpoints:
         """Save `state`, a pytree of jax.Arrays; return once they may be donated or overwritten.
 
         `logical` maps parameter paths to shapes without padding, such as {"vocab/input/table": (17, 4)}. Without a finite
-        `metrics["validation_loss"]` the checkpoint is never the best. Raises UserError if this
+        `metrics["validation_loss"]` the checkpoint is never the best. Raises UserError if an array holds inf or NaN, or if this
         save, or the one before it, failed (disk full, no permission, step saved already): earlier
         checkpoints are then intact.
         """
+        committed = self.steps()
+        if step in committed:
+            raise UserError(f"{self._directory / str(step)}: step {step} is already saved")
+        arrays = by_path(state)
+        checksums, finite = _examine(arrays, logical)
+        for name, is_finite in finite.items():
+            if not is_finite:
+                raise UserError(
+                    f"{name} is not finite at step {step}: lower --optim.lr, or lengthen --optim.warmup; "
+                    + self.last_saved()
+                )
         record = {
             "logical": {path: list(shape) for path, shape in logical.items()},
             "metrics": dict(metrics or {}),
             "iterator": None if iterator is None else iterator.get_state(),
+            "checksums": checksums,
         }
         record = json.loads(json.dumps(record))  # a snapshot: the iterator moves on meanwhile
-        committed = self.steps()
-        if step in committed:
-            raise UserError(f"{self._directory / str(step)}: step {step} is already saved")
         self._saving_step = step
         with self._failures():
             if self._writer is None:
-                self._rotation.losses = self._losses(committed)
+                self._known = self._losses(committed)
                 self._writer = ocp.training.Checkpointer(
-                    self._directory,
-                    preservation_policy=self._rotation,
-                    cleanup_tmp_directories=True,
+                    self._directory, cleanup_tmp_directories=True
                 )
-            self._rotation.losses[step] = _loss(record["metrics"])
             self._writer.save_checkpointables_async(
-                step, {"state": by_path(state)}, force=True, custom_metadata={"vocabjax": record}
+                step, {"state": arrays}, force=True, custom_metadata={"vocabjax": record}
             )
+            self._known[step] = _loss(record["metrics"])
+            self._saving = True
 
     def steps(self) -> list[int]:
         """The saved steps, ascending, after waiting for a save in progress."""
         self.wait()
+        return self._listed()
+
+    def _listed(self) -> list[int]:
         if not self._directory.is_dir():
             return []
         paths = (path for path in self._directory.iterdir() if path.is_dir())
@@ -124,8 +147,25 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step of lowest validation loss (the earliest of equals), or None."""
-        return next(iter(_ranked(self._losses(self.steps()))), None)
+        """The step of lowest validation loss (the earliest of equals), or None.
+
+        Raises UserError if a checkpoint cannot be read: its loss might be the lowest.
+        """
+        losses = {}
+        for step in self.steps():
+            try:
+                losses[step] = _loss(self.describe(step).metrics)
+            except UserError as error:
+                if step in self.steps():  # a run that is training may have deleted it meanwhile
+                    raise UserError(
+                        f"{error}, or choose --step latest; which one is the best is unknown"
+                    ) from error
+        return next(iter(_ranked(losses)), None)
+
+    def last_saved(self) -> str:
+        """What of the run is safe, as the end of an error message."""
+        steps = self.steps()
+        return f"the last checkpoint is of step {steps[-1]}" if steps else "no checkpoint was saved"
 
     def describe(self, step: int | None = None) -> Description:
         """What the checkpoint of `step` (default: the latest) holds, without reading its arrays.
@@ -161,7 +201,7 @@ class Checkpoints:
         paths to shapes without padding. With a `part`, such as "params/", it is the tree below that path, and nothing else of
         the checkpoint is read or compared. Each device reads its own shard only. The iterator, if given, is set to where it
         was. Raises UserError if a shape, a dtype, the structure or a logical shape differs (it names the array and both
-        values), or if the checkpoint is missing or damaged.
+        values), or if the checkpoint is missing or damaged (it names an array whose checksum differs).
         """
         path = self._path(step)
         saved = self.describe(int(path.name))
@@ -181,15 +221,25 @@ class Checkpoints:
         for name, array in arrays.items():
             if array.shape != saved.leaves[name].shape:
                 arrays[name] = _zero_padding(array, shapes[name])
+        if saved.checksums:
+            for name, checksum in _examine(arrays, logical)[0].items():
+                if checksum != saved.checksums.get(name):
+                    raise UserError(
+                        f"{path}: {name} is not what was saved, the file is damaged; move it away to use an earlier step"
+                    )
         if iterator is not None and saved.iterator is not None:
             iterator.set_state(saved.iterator)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[n] for n in wanted])
 
     def wait(self) -> None:
-        """Block until the save in progress is on disk; raise UserError if it failed."""
-        if self._writer is not None:
-            with self._failures():
-                self._writer.wait()
+        """Block until the save in progress is on disk, and delete what is due; raise UserError if the save failed."""
+        if self._writer is None or not self._saving:
+            return
+        self._saving = False
+        with self._failures():
+            self._writer.wait()
+        if jax.process_index() == 0:
+            self._rotate()
 
     def close(self) -> None:
         """Wait for the save in progress and release the writer; raise UserError if it failed."""
@@ -215,37 +265,33 @@ class Checkpoints:
                 losses[step] = _loss(self.describe(step).metrics)
         return losses
 
+    def _rotate(self) -> None:
+        """Deletes what is neither among the last nor the best; never what could not be read.
+
+        Not left to Orbax, which deletes in place: a kill would leave a step that is there by half.
+        """
+        losses = {step: self._known[step] for step in self._listed() if step in self._known}
+        kept = {*sorted(losses)[-self._keep_last :], *_ranked(losses)[: self._keep_best]}
+        for step in losses.keys() - kept:
+            path = self._directory / str(step)
+            with suppress(OSError):  # the next save tries again
+                shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}")))
+
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Report a failed save as a UserError, and start the next one afresh."""
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
-            # Orbax forgets the steps it was about to delete, and leaves the unfinished directory.
+            # A new writer removes the unfinished directory.
             writer, self._writer = self._writer, None
             if writer is not None:
                 with suppress(Exception):  # the first error is the one to report
                     writer.close()
             raise UserError(
-                f"{self._directory}: step {self._saving_step} was not saved ({_reason(error)}); "
-                "earlier checkpoints are intact: make room or mend the cause, then resume"
+                f"{self._directory}: step {self._saving_step} was not saved ({_reason(error)}); {self.last_saved()}: "
+                "make room or mend the cause, then resume"
             ) from error
-
-
-@dataclass
-class _Rotation:
-    """Orbax preservation policy: the last and the best; never deletes what could not be read."""
-
-    keep_last: int
-    keep_best: int
-    losses: dict[int, float] = field(default_factory=dict)
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        ours = {step: self.losses[step] for step in steps if step in self.losses}
-        kept = {*sorted(ours)[-self.keep_last :], *_ranked(ours)[: self.keep_best]}
-        return [step in kept or step not in ours for step in steps]
 
 
 def _loss(metrics: Mapping[str, float]) -> float:
@@ -304,18 +350,52 @@ def _spell(leaf: jax.ShapeDtypeStruct, logical: tuple[int, ...] | None = None) -
     return f"{leaf.dtype}[{','.join(map(str, shape))}]{stored}"
 
 
+def _examine(
+    arrays: Mapping[str, jax.Array], logical: Shapes
+) -> tuple[dict[str, int], dict[str, bool]]:
+    """Of each array: a checksum of its logical part, the same on any mesh; and whether it is finite."""
+    shapes = tuple(_logical_shape(name, array.shape, logical) for name, array in arrays.items())
+    results = jax.device_get(_examine_on_device(tuple(arrays.values()), shapes))
+    sums, finite = (dict(zip(arrays, result, strict=True)) for result in zip(*results, strict=True))
+    return {name: int(x) for name, x in sums.items()}, {name: bool(x) for name, x in finite.items()}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _examine_on_device(
+    arrays: tuple[jax.Array, ...], shapes: tuple[tuple[int, ...], ...]
+) -> list[tuple[jax.Array, jax.Array]]:
+    def examine(array: jax.Array, logical: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        array = _without_padding(array, logical)
+        finite = jnp.isfinite(array).all()
+        if array.dtype == jnp.bool_:
+            array = array.astype(jnp.uint8)
+        bits = lax.bitcast_convert_type(array, f"uint{8 * min(array.dtype.itemsize, 4)}")
+        # Two rounds of MurmurHash3's finaliser, which maps 0, and so padding, to 0: bits that change in several numbers
+        # do not cancel as they would in a plain sum. Integers wrap, so the order of the sum does not matter.
+        bits = bits.astype(jnp.uint32)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+        return (bits ^ (bits >> 16)).sum(dtype=jnp.uint32), finite
+
+    return [examine(array, shape) for array, shape in zip(arrays, shapes, strict=True)]
+
+
 def _zero_padding(array: jax.Array, logical: tuple[int, ...]) -> jax.Array:
     """The array, sharded as it was, with zero outside its logical shape."""
 
-    def zero(array: jax.Array) -> jax.Array:
-        for dim, size in enumerate(logical):
+    result: jax.Array = jax.jit(
+        _without_padding, static_argnums=1, out_shardings=array.sharding, donate_argnums=0
+    )(array, logical)
+    return result
+
+
+def _without_padding(array: jax.Array, logical: tuple[int, ...]) -> jax.Array:
+    for dim, size in enumerate(logical):
+        if size < array.shape[dim]:
             column = [-1 if axis == dim else 1 for axis in range(array.ndim)]
             is_logical = (jnp.arange(array.shape[dim]) < size).reshape(column)
             array = jnp.where(is_logical, array, jnp.zeros((), array.dtype))
-        return array
-
-    result: jax.Array = jax.jit(zero, out_shardings=array.sharding, donate_argnums=0)(array)
-    return result
+    return array
 
 
 @contextmanager
@@ -345,9 +425,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause on one line: TensorStore's messages have their point in the middle."""
+    """The first cause on one line: the operating system's own words, if it was its."""
     while error.__cause__ is not None:
         error = error.__cause__
+    # TensorStore's messages name files of its own, locks and objects before their point.
+    if code := re.search(r"os_error_code='(\d+)'|\[Errno (\d+)\]", str(error)):
+        return os.strerror(int(code[1] or code[2]))
     lines = str(error).split(" [tensorstore_spec")[0].split(" [os_error_code")[0].splitlines()
     text = lines[0] if lines else ""
     return f"{type(error).__name__}: {text if len(text) <= 200 else '…' + text[-200:]}"

@@ -1,5 +1,6 @@
 """The command line: `main` and its commands. What they can be told is in `flags`."""
 
+import contextlib
 import json
 import math
 import os
@@ -15,8 +16,7 @@ import jax
 from vocabjax import __version__, describe, find
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, differences
-from vocabjax.data import prepare
-from vocabjax.data.tokenizer import with_end_of_text
+from vocabjax.data.tokenizer import decode, encode_documents, with_end_of_text
 from vocabjax.errors import UserError, nearest
 from vocabjax.evaluate import Evaluator
 from vocabjax.flags import EvalFlags, InspectFlags, SampleFlags, TrainFlags, parse, with_parts
@@ -29,7 +29,7 @@ from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
 from vocabjax.processes import together
 from vocabjax.runs import Run
-from vocabjax.train import Interrupted, check_fit, train
+from vocabjax.train import Interrupted, Setup, check_fit, train
 
 OVERVIEW = """\
 usage: run.py COMMAND ...
@@ -139,7 +139,9 @@ def _dry_run(config: Config, layout: Layout) -> None:
         check_fit(config, layout)
         note = "V is set: the data were not read"
         if config.vocab.size is None:
-            config = config.with_size(prepare(config.data).size)
+            setup = Setup.of(config, layout)
+            setup.batches()  # may find the text too short
+            config = setup.config
             note = "V was read from the prepared data"
         blueprint = Blueprint(config.vocab, config.trunk, layout)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
@@ -200,7 +202,7 @@ def _sample(words: list[str]) -> None:
     if tokenizer is not None:
         tokenizer, end = with_end_of_text(tokenizer, run.config().data.end_of_text)
         texts = list(flags.prompt) or ([] if flags.ids else [""])
-        prompts += [[end, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
+        prompts += [[end, *ids] for ids in encode_documents(texts, tokenizer)]
     loaded = load_run(run, layout, flags.step)
     news = generate(loaded.blueprint, loaded.params, prompts, flags.sampling, end_of_text=end)
     if jax.process_index() != 0:
@@ -212,7 +214,7 @@ def _sample(words: list[str]) -> None:
         if index == 0 and flags.ids:
             print(text, *new)
         elif tokenizer is not None:
-            print(text + tokenizer.decode(new))
+            print(text + decode(new, tokenizer))
 
 
 def _inspect(words: list[str]) -> None:
@@ -254,7 +256,9 @@ def _inspect(words: list[str]) -> None:
 
 def _checkpoint_text(run: Run) -> str:
     checkpoints = Checkpoints(run.checkpoints)
-    best = checkpoints.best()
+    best = None
+    with contextlib.suppress(UserError):  # a damaged one might be the best: its row says so
+        best = checkpoints.best()
     rows: list[tuple[int, float | None, str]] = []
     for step in checkpoints.steps():
         try:

@@ -9,14 +9,14 @@ import functools
 import importlib
 import json
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import GenericAlias, ModuleType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import cattrs
 from cattrs.gen import make_dict_structure_fn
-from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
 from vocabjax import optim
@@ -74,8 +74,10 @@ class TrainConfig:
             ("keep_last", 1),
             ("keep_best", 0),
         ):
-            if getattr(self, name) < least:
-                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(
+                    f"train.{name} = {getattr(self, name)} must be at least {least} and below 2^31"
+                )
         if self.batch % self.accumulate:
             raise UserError(
                 f"train.batch = {self.batch} does not divide into train.accumulate = {self.accumulate} microbatches"
@@ -129,12 +131,13 @@ def from_json(text: str, where: str = "config") -> Config:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}); is the file truncated?") from error
     try:
         config: Config = _converter().structure(values, Config)
     except (cattrs.BaseValidationError, cattrs.errors.StructureHandlerNotFoundError) as error:
-        details = "; ".join(cattrs.transform_error(error, "config", _explain))
+        told = (text.rpartition(" @ ") for text in cattrs.transform_error(error, "", _explain))
+        details = "; ".join(f"{path[1:]} {what}".strip() for what, _, path in told)
         raise UserError(f"{where}: {details}") from error
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -163,16 +166,83 @@ def differences(ours: Config, theirs: Config) -> list[str]:
         return {path: value}
 
     a, b = (flat(_converter().unstructure(config), "") for config in (ours, theirs))
-    return [f"{k}: {b.get(k)} → {a.get(k)}" for k in sorted(a | b) if a.get(k) != b.get(k)]
+    pairs = [(key, b.get(key), a.get(key)) for key in sorted(a | b)]
+    # NaN differs from itself.
+    return [
+        f"{k}: {old} → {new}" for k, old, new in pairs if old != new and (old == old or new == new)
+    ]
 
 
 def _explain(error: BaseException, wanted: type | None) -> str:
-    return str(error) if isinstance(error, UserError) else format_exception(error, wanted)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [f.name for f in dataclasses.fields(error.cl)]
+        return ", ".join(
+            f"has no field {name!r}{nearest(name, known)}" for name in sorted(error.extra_fields)
+        )
+    return "is missing" if isinstance(error, KeyError) else format_exception(error, wanted)
+
+
+_PLAIN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    NoneType: "null",
+}
+
+
+def _options(cls: Any) -> tuple[Any, ...]:
+    """The types and the literals of a union, or of a type alone."""
+    if get_origin(cls) in (Union, UnionType):
+        return tuple(option for member in get_args(cls) for option in _options(member))
+    return (cls,)
+
+
+def _is_plain(cls: Any) -> bool:
+    return all(option in _PLAIN or get_origin(option) is Literal for option in _options(cls))
+
+
+def _plain(cls: Any) -> Callable[[Any, Any], Any]:
+    """Takes a JSON value as it is; only a whole number may stand for a number."""
+    options = _options(cls)
+    literals = [value for option in options for value in get_args(option)]
+    names = [repr(value) for value in literals]
+    names += [_PLAIN[option] for option in options if option in _PLAIN]
+
+    def structure(value: Any, _: Any) -> Any:
+        if type(value) in options or any(type(x) is type(value) and x == value for x in literals):
+            return value
+        if float in options and type(value) is int and abs(value) <= 1e308:
+            return float(value)
+        raise UserError(f"must be {' or '.join(names)}, not {value!r:.60}")
+
+    return structure
+
+
+def _require(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise UserError(f"must be {name}, not {value!r:.60}")
+    return value
 
 
 def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    configure_union_passthrough(str | int | float | bool | None, converter)
+    converter = cattrs.Converter()
+    # cattrs itself would coerce: "12" to (1, 2), 10.7 to 10.
+    converter.register_structure_hook_factory(_is_plain)(_plain)
+    for cls in (int, float, bool, str):
+        converter.register_structure_hook(cls, _plain(cls))
+
+    @converter.register_structure_hook_factory(lambda cls: get_args(cls)[1:] == (Ellipsis,))
+    def _(cls: Any) -> Any:
+        items: Any = GenericAlias(list, get_args(cls)[:1])
+        return lambda values, _: tuple(converter.structure(_require(values, list, "a list"), items))
+
+    @converter.register_structure_hook_factory(dataclasses.is_dataclass)
+    def _(cls: Any) -> Any:
+        fields = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
+        return lambda values, _: fields(_require(values, dict, "an object"), cls)
 
     def is_part(cls: Any) -> bool:
         return isinstance(cls, type) and issubclass(cls, PartConfig)
@@ -199,11 +269,11 @@ def _converter() -> cattrs.Converter:
         }
 
         def structure(values: Any, _: Any) -> Any:
-            values = dict(values)
+            values = dict(_require(values, dict, "an object"))
             kind = values.pop("kind", None)
-            if kind not in known:
+            if not isinstance(kind, str) or kind not in known:
                 raise UserError(
-                    f"unknown {base.__name__} kind {kind!r}{nearest(str(kind), known)} (a part of your own is found "
+                    f"has the unknown kind {kind!r}{nearest(str(kind), known)} (a part of your own is found "
                     f"where its module is {PARTS[base].__name__.replace('.', '/')}/NAME.py)"
                 )
             return fields[kind](values, known[kind])

@@ -105,6 +105,9 @@ class Evaluator:
         tokens = np.zeros((2, BINS))
         layout, sizes = self.blueprint.layout, self.blueprint.sizes
         index, processes = layout.process_share()
+        shards = layout.shards("batch")
+        windows = -(-(len(stream.tokens) - 1) // length)
+        batch = min(batch, max(1, -(-windows // shards)) * shards)  # more would be rows of padding
         for host in evaluation_batches(
             stream, length=length, batch=batch, process_index=index, process_count=processes
         ):

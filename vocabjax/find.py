@@ -49,7 +49,11 @@ def load_config(name: str) -> tuple[str, Config]:
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise UserError(f"{module.__file__} has no `config` of type vocabjax.config.Config")
-    return path.stem, config
+    try:
+        text = configuration.to_json(config)
+    except (UserError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: a setting is of the wrong type: {error}") from error
+    return path.stem, configuration.from_json(text, str(path))  # which checks the types
 
 
 def load_experiment(name: str) -> ModuleType:

@@ -128,6 +128,8 @@ def parse(
     kind: type[_Flags], command: str, words: list[str], default: _Flags | None = None
 ) -> _Flags:
     """The flags of a command. Raises UserError for what cannot be parsed; --help exits."""
+    if "--" in words:
+        raise UserError(f"unexpected argument '--'; see {command} --help")
     name = Path(sys.argv[0]).name
     options: dict[str, Any] = {
         "prog": f"{name if name.endswith('.py') else 'vocabjax'} {command}",
@@ -146,12 +148,23 @@ def parse(
         word, see = unknown[0].partition("=")[0], f"; see {command} --help"
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}{see}")
+        for path, flag in _ADDED.items():
+            if word.startswith(path):
+                raise UserError(
+                    f"unknown flag {word}: {flag} adds one, whose settings are then flags{see}"
+                )
         listing = io.StringIO()
         with contextlib.redirect_stdout(listing), contextlib.suppress(SystemExit):
             tyro.cli(kind, args=["--help"], compact_help=True, **options)
         known = re.findall(r"(?<!\S)--[a-z][\w.-]*", listing.getvalue())
         raise UserError(f"unknown flag {word}{_nearest_flag(word, known) or see}")
     return flags
+
+
+_ADDED = {
+    "--optim.groups": "--group NAME=PATTERN",
+    "--vocab.memories": "--memory KIND",
+}
 
 
 def _nearest_flag(word: str, known: list[str]) -> str:
@@ -227,4 +240,15 @@ def _group(text: str) -> NamedGroup:
 def _boxed(text: str) -> str:
     """The message inside the box that tyro draws around an error."""
     body = " ".join(line.strip("│ ") for line in text.splitlines() if line.startswith("│"))
-    return body.split("─")[0].removeprefix("Error parsing ").strip(" .") or text
+    body = body.split("─")[0].removeprefix("Error parsing ").strip(" .") or text
+    for theirs, ours in _PLAIN_WORDS:
+        body = re.sub(theirs, ours, body)
+    return body
+
+
+_PLAIN_WORDS = (
+    (r"no type matching (\S+) could be instantiated from \[(.*?)\]\..*", r"must be \1, not \2"),
+    (r"invalid literal for int\(\) with base 10:", "must be a whole number, not"),
+    (r"could not convert string to float:", "must be a number, not"),
+    (r"Expected 1 values", "Give one value"),
+)

@@ -59,8 +59,11 @@ class SamplingConfig:
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens = {self.max_tokens} must be at least 1")
+        for name, least in (("max_tokens", 1), ("seed", 0)):
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(
+                    f"{name} = {getattr(self, name)} must be at least {least} and below 2^31"
+                )
         if not 0 <= self.temperature < math.inf:
             raise UserError(
                 f"temperature = {self.temperature} must be 0 (greedy) or a positive number"
@@ -144,6 +147,12 @@ def _checked(
                 f"prompt {index} is empty, and there is no end-of-text id to start from"
             )
         prompt = [end_of_text]
+    for position, token in enumerate(prompt):
+        if isinstance(token, int) and token >= 2**31:  # NumPy may have no integer for it
+            raise IdError(
+                f"prompt {index}: token id {token} at position {position} is outside "
+                f"[0, {blueprint.sizes.logical})"
+            )
     ids_T = np.asarray(prompt)
     try:
         blueprint.sizes.check_ids(ids_T)

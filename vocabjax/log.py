@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from vocabjax.errors import UserError
-from vocabjax.files import write_atomic
+from vocabjax.files import misfit, write_atomic
 
 Scalars = dict[str, float]
 
@@ -49,15 +49,27 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a `metrics.jsonl`; an absent file has none."""
+    """The complete lines of a `metrics.jsonl`; an absent file has none.
+
+    Raises:
+      UserError: a line that no run wrote.
+    """
     if not path.exists():
         return []
-    lines = []
-    for line in path.read_text().splitlines():
+    lines: list[dict[str, float]] = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            lines.append(json.loads(line))
+            line = json.loads(text)
         except json.JSONDecodeError:  # cut short by a kill: what follows it is gone too
             break
+        except UnicodeDecodeError as error:
+            wrong: str | None = str(error)
+        else:
+            counts = {"step": int, "tokens": int}
+            wrong = misfit(line, counts) or misfit(line, dict.fromkeys(line, int | float))
+        if wrong is not None:
+            raise UserError(f"{path} is damaged in line {number} ({wrong}); delete that line")
+        lines.append(line)
     return lines
 
 

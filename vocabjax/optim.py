@@ -201,7 +201,7 @@ def check(config: OptimConfig, steps: int) -> None:
     require(0 < config.decay <= 1, "decay", config.decay, "above 0 and at most 1")
     require(0 <= config.final_lr <= 1, "final_lr", config.final_lr, "from 0 to 1")
     require(0 < config.eps < math.inf, "eps", config.eps, "finite and above 0")
-    require(config.clip is None or config.clip > 0, "clip", config.clip, "above 0, or none")
+    require(config.clip is None or config.clip > 0, "clip", config.clip, "above 0, or None")
     if config.schedule == "wsd":
         room = steps - config.warmup
         require(

@@ -5,8 +5,10 @@ data.json         the data's fingerprint and sizes; init  checkpoints/     Orbax
 tokenizer.json    the tokenizer (none for tokens: data)   curves.png       losses against tokens
 counts.npy        int64 [V], training counts              summary.json     written last: the run is finished
 code.json         versions, commit, command; code.patch   uncommitted changes, new files too
+lock              held by the process that trains the run; its content does not matter
 """
 
+import io
 import json
 import os
 import subprocess
@@ -14,16 +16,17 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from vocabjax.checkpoint import UNFINISHED
 from vocabjax.config import Config, differences, load_config, to_json
 from vocabjax.data import Dataset
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError, nearest
-from vocabjax.files import write_atomic
+from vocabjax.files import lock, read_json, write_atomic
 
 PACKAGES = ("vocabjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 CHECKOUT = Path(__file__).parent.parent  # has no .git where the package is installed
@@ -31,7 +34,27 @@ CHECKOUT = Path(__file__).parent.parent  # has no .git where the package is inst
 _LARGEST_NEW_FILE = 1 << 20
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 _SETUP = ("tokenizer.json", "counts.npy", "data.json", "code.json", "code.patch", "config.json")
-SETUP_FILES = frozenset([*_SETUP, *(f"{name}.tmp" for name in _SETUP)])
+SETUP_FILES = frozenset(["lock", *_SETUP, *(f"{name}.tmp" for name in _SETUP)])
+
+# What is read of each JSON file, see `read_json`.
+_NUMBER = int | float
+_ORIGIN = {"run": str, "step": int, "fingerprint": str}
+_FACTS = {"fingerprint": str}
+_CODE = {
+    "commit": str | None,
+    "uncommitted_changes": bool | None,
+    "python": str,
+    "versions": dict,
+    "command": list,
+}
+_SUMMARY = {
+    "validation": {"loss": _NUMBER, "perplexity": _NUMBER, "bits_per_byte": _NUMBER | None},
+    "training": {"loss": _NUMBER},
+    **dict.fromkeys(("parameters", "vocab_parameters", "trunk_parameters", "tokens"), int),
+    **dict.fromkeys(("gap", "passes", "train_flops"), _NUMBER),
+    "tokens_per_second": _NUMBER | None,
+}
+_COPY = "restore it from a copy, or train again under another --name"
 
 
 class Origin(NamedTuple):
@@ -54,12 +77,15 @@ class Run:
     ) -> "Run":
         """Makes the directory, or reopens the one this same config made on the same data.
 
+        Another run is made anew, and a line says so, if nothing of its training was saved: a setting that was refused late
+        must not stand in the way of its correction.
+
         Args:
           origin: is recorded where the directory is new; None: fresh parameters.
 
         Raises:
-          UserError: the directory holds something else, another config, or was trained on other data. Nothing in it is
-            changed.
+          UserError: the directory holds something else, or a saved run of another config or on other data. Nothing in it
+            is changed.
         """
         run = Run(directory)
         facts = {
@@ -70,21 +96,31 @@ class Run:
             "validation_bytes": dataset.validation.bytes,
             **({} if origin is None else {"init": origin._asdict()}),
         }
+        tokenizer = directory / "tokenizer.json"
         if run.exists():
-            run._refuse_another(config, facts)
-            return run
-        # What a kill left before config.json, which is written last, is ours to write again.
-        if directory.exists() and any(path.name not in SETUP_FILES for path in directory.iterdir()):
-            raise UserError(
-                f"{directory} is not empty and not a run (no config.json); choose another --name"
-            )
+            another = run._another(config, facts)
+            if another is None:
+                if dataset.tokenizer is not None and not tokenizer.exists():
+                    tokenizing.save(dataset.tokenizer, tokenizer)
+                return run
+            if not run._is_blank():
+                raise UserError(
+                    f"{another}; choose another --name, or repeat the run's own settings to resume it"
+                )
+            print(f"{another}; nothing of it was saved, so it is replaced", file=sys.stderr)
+        run._refuse_foreign()
         code = code_version()
         patch = _patch() if code["uncommitted_changes"] else None
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # config.json made it a run: the rest of these may be there without it.
+            for name in ("metrics.jsonl", "config.json", *_SETUP):
+                (directory / name).unlink(missing_ok=True)
             if dataset.tokenizer is not None:
-                tokenizing.save(dataset.tokenizer, directory / "tokenizer.json")
-            np.save(directory / "counts.npy", dataset.counts_V)
+                tokenizing.save(dataset.tokenizer, tokenizer)
+            counts = io.BytesIO()
+            np.save(counts, dataset.counts_V)
+            write_atomic(directory / "counts.npy", counts.getvalue())
             write_atomic(directory / "data.json", json.dumps(facts, indent=2) + "\n")
             code["command"] = sys.argv
             write_atomic(directory / "code.json", json.dumps(code, indent=2) + "\n")
@@ -103,6 +139,23 @@ class Run:
                 return run
         known = [path.parent.name for path in runs.glob("*/config.json")]
         raise UserError(f"no run {name!r} in {runs}{nearest(name, known)}")
+
+    def lock(self) -> IO[bytes]:
+        """Makes the directory and keeps all others from training in it, until the file is closed or the process dies.
+
+        Raises:
+          UserError: another process trains in it, it cannot be written, or it holds something else.
+        """
+        self._refuse_foreign()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            return lock(self.directory / "lock")
+        except BlockingIOError:
+            raise UserError(
+                f"{self.directory} is being trained by another process; wait for it, or choose another --name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot write {self.directory}: {error.strerror or error}") from error
 
     def name_from(self, runs: Path) -> str:
         """What `open` finds it by, whatever the working directory: its path below `runs`; an absolute one elsewhere."""
@@ -127,20 +180,27 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What `data.json` holds."""
-        return _read_json(self.directory / "data.json")
+        return read_json(self.directory / "data.json", _FACTS, _COPY)
 
     def origin(self) -> Origin | None:
         """What its first parameters were; None: fresh ones."""
-        init = self.facts().get("init")
-        return None if init is None else Origin(**init)
+        if self.facts().get("init") is None:
+            return None
+        facts = read_json(self.directory / "data.json", {"init": _ORIGIN}, _COPY)
+        return Origin(*(facts["init"][name] for name in _ORIGIN))
 
     def code(self) -> dict[str, Any]:
         """What `code.json` holds: `code_version()` and the command."""
-        return _read_json(self.directory / "code.json")
+        return read_json(self.directory / "code.json", _CODE, _COPY)
 
     def tokenizer(self) -> Tokenizer | None:
+        """None: it was trained on token ids. Raises UserError when the file is missing or cannot be read."""
         path = self.directory / "tokenizer.json"
-        return tokenizing.load(path) if path.exists() else None
+        if path.exists():
+            return tokenizing.load(path)
+        if self.config().data.source.startswith("tokens:"):
+            return None
+        raise UserError(f"{path} is missing; the command that trained the run writes it again")
 
     def counts(self) -> np.ndarray:
         """int64 [V]. Raises UserError when the file cannot be read."""
@@ -153,26 +213,39 @@ class Run:
     def summary(self) -> dict[str, Any] | None:
         """The result of a finished run; None while it is not finished."""
         path = self.directory / "summary.json"
-        return _read_json(path) if path.exists() else None
+        mend = "delete it, and the command that trained the run writes it again"
+        return read_json(path, _SUMMARY, mend) if path.exists() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary, indent=2, allow_nan=False)
         write_atomic(self.directory / "summary.json", text + "\n")
 
-    def _refuse_another(self, config: Config, facts: dict[str, Any]) -> None:
+    def _is_blank(self) -> bool:
+        """Whether nothing of its training was saved: no result, and nothing below `checkpoints` but what a kill left."""
+        saved = (path for path in self.checkpoints.glob("*") if UNFINISHED not in path.name)
+        return not (self.directory / "summary.json").exists() and not any(saved)
+
+    def _refuse_foreign(self) -> None:
+        """Raises UserError unless it is a run, or can become one: what a kill left before config.json is written again."""
+        directory = self.directory
+        if self.exists() or not directory.exists():
+            return
+        if any(path.name not in SETUP_FILES for path in directory.iterdir()):
+            raise UserError(
+                f"{directory} is not empty and not a run (no config.json); choose another --name"
+            )
+
+    def _another(self, config: Config, facts: dict[str, Any]) -> str | None:
+        """How it differs from the run of this config and data; None: it is that run."""
         changed = differences(config, self.config())
         if changed:
             more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
-            raise UserError(
-                f"{self.directory} holds a run of another config: {'; '.join(changed[:3])}{more}; "
-                "choose another --name, or repeat the run's own settings to resume it"
+            return f"{self.directory} holds a run of another config: {'; '.join(changed[:3])}{more}"
+        if self.facts()["fingerprint"] != facts["fingerprint"]:
+            return (
+                f"{self.directory} was trained on other data (the text or tokenizer changed since)"
             )
-        recorded = self.facts()
-        if recorded["fingerprint"] != facts["fingerprint"]:
-            raise UserError(
-                f"{self.directory} was trained on other data (the text or tokenizer changed since); "
-                "choose another --name"
-            )
+        return None
 
 
 def code_version() -> dict[str, Any]:
@@ -225,10 +298,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error

@@ -142,7 +142,7 @@ def train(
       IdError: an id or label that does not exist; found one step late, when the device's count arrives.
       Interrupted: after saving, on SIGTERM or SIGINT.
     """
-    with jax.set_mesh(layout.mesh):
+    with jax.set_mesh(layout.mesh), contextlib.ExitStack() as held:
         setup, batches = together(lambda: _set_up(config, layout))
         require_same("data", setup.dataset.fingerprint)
         require_same("settings", to_json(setup.config))
@@ -154,6 +154,8 @@ def train(
         params = None
         if origin is not None and done is None and latest is None:
             params = _start_from(origin, directory, setup)
+        if done is None:
+            held.enter_context(together(lambda: _alone(Run(directory), latest)))
         run = _open(directory, setup, origin)
         if done is not None:
             return done
@@ -193,7 +195,7 @@ def _origin(directory: Path, init: str | None, setup: Setup) -> Origin | None:
     """What the run starts from: as it recorded itself or, where it is new, the best checkpoint that `init` has by now.
 
     Raises:
-      UserError: the run started from something else; or there is no such run, or its tokenizer is another.
+      UserError: the run started from something else; or there is no such run.
     """
     run, runs = Run(directory), directory.parent
     if run.exists():
@@ -209,12 +211,6 @@ def _origin(directory: Path, init: str | None, setup: Setup) -> Origin | None:
     if init is None:
         return None
     source = Run.open(init, runs)
-    theirs, ours = source.tokenizer(), setup.dataset.tokenizer
-    if (theirs and theirs.to_str()) != (ours and ours.to_str()):
-        raise UserError(
-            f"run {source.name!r} has another tokenizer, so its rows mean other tokens; add "
-            f"--data.tokenizer {source.directory / 'tokenizer.json'}"
-        )
     return Origin(source.name_from(runs), saved_step(source), source.facts()["fingerprint"])
 
 
@@ -227,7 +223,7 @@ def _start_from(origin: Origin, directory: Path, setup: Setup) -> Params:
     """The parameters of another run, for this model.
 
     Raises:
-      UserError: they do not fit, or are not there any more.
+      UserError: they do not fit, stand for other tokens, or are not there any more.
     """
 
     def look() -> Run:
@@ -236,12 +232,39 @@ def _start_from(origin: Origin, directory: Path, setup: Setup) -> Params:
             raise UserError(
                 f"run {source.name!r} is no longer the one that {directory} starts from: it was trained on other data"
             )
+        theirs, ours = source.tokenizer(), setup.dataset.tokenizer
+        if (theirs and theirs.to_str()) != (ours and ours.to_str()):
+            mend = f"add --data.tokenizer {source.directory / 'tokenizer.json'}"
+            if theirs is None:
+                mend = (
+                    "it was trained on token ids: give it more of them as --data.source tokens:FILE"
+                )
+            elif ours is None:
+                mend = "it was trained on text, not on token ids: give a text as --data.source"
+            raise UserError(
+                f"run {source.name!r} has another tokenizer, so its rows mean other tokens; {mend}"
+            )
         Checkpoints(source.checkpoints).describe(origin.step)
         return source
 
     source, multiple = together(look), setup.config.vocab.multiple
     # Outside `together`: the processes restore and compare arrays with one another.
     return adopt(setup.blueprint, load_run(source, setup.layout, origin.step, multiple=multiple))
+
+
+def _alone(run: Run, latest: int | None) -> contextlib.AbstractContextManager[object]:
+    """Keeps other commands out of the run while it is trained.
+
+    Raises:
+      UserError: another process trains it, or did so after its last checkpoint was looked for.
+    """
+    if jax.process_index() != 0:
+        return contextlib.nullcontext()
+    with contextlib.ExitStack() as held:
+        held.enter_context(run.lock())
+        if _progress(run) != (None, latest):
+            raise UserError(f"{run.directory} is being trained by another process; try again")
+        return held.pop_all()
 
 
 def _open(directory: Path, setup: Setup, origin: Origin | None) -> Run:
@@ -367,8 +390,8 @@ class _Trainer:
     def _require_finite(self, name: str, step: int, value: float) -> None:
         if not math.isfinite(value):
             raise UserError(
-                f"the {name.replace('_', ' ')} of step {step} is {value}: lower --optim.lr, or lengthen --optim.warmup; the "
-                f"last checkpoint is of step {self.checkpoints.latest()}"
+                f"the {name.replace('_', ' ')} of step {step} is {value}: lower --optim.lr, or lengthen --optim.warmup; "
+                + self.checkpoints.last_saved()
             )
 
     def _evaluate(self, step: int) -> tuple[Evaluation, Evaluation]:

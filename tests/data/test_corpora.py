@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import os
 import sys
 
 import numpy as np
@@ -63,6 +64,7 @@ def test_files_plain_and_gzipped(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}', 'line 3.*"text"'),
         ("a.jsonl", b'{"text": 5}', 'line 1.*"text"'),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000, "line 2: not JSON"),
         ("a.jsonl", b"[1]", 'line 1.*"text"'),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1.*surrogate"),
     ],
@@ -77,6 +79,16 @@ def test_unreadable_file_is_named(tmp_path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
         corpora.load_documents(f"files:{tmp_path}/*.txt")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_not_waited_for(tmp_path):
+    for name in ("a.txt", "t.npy"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"a\.txt: not a regular file"):
+        corpora.load_documents(f"files:{tmp_path}/*.txt")
+    with pytest.raises(UserError, match=r"t\.npy: not a regular file"):
+        corpora.read_tokens(str(tmp_path / "t.npy"))
 
 
 def test_no_match(tmp_path):
@@ -192,6 +204,11 @@ def test_unusable_token_array(tmp_path, array, message):
         ('{"dtype": "uint16", "sice": 5}', "'size'"),
         ('{"dtype": "uint16", "size": "5"}', "size must be int"),
         ('{"dtype": "uint16", "size": 5, "end_of_text": 5}', r"outside \[0, 5\)"),
+        ('{"dtype": "uint16", "size": 0}', r"t\.bin\.json: size 0 must be from 1"),
+        ('{"dtype": "uint16", "size": -3}', r"t\.bin\.json: size -3"),
+        ('{"dtype": "uint16", "size": 1000000000000}', r"t\.bin\.json: size 1000000000000"),
+        ('{"dtype": "uint16", "bytes": -5}', r"t\.bin\.json: bytes -5"),
+        ("[" * 200_000, r"t\.bin\.json: cannot be read as JSON"),
         ('{"dtype": "uint32"}', "cannot be read"),  # six bytes are no whole number of ids
     ],
 )

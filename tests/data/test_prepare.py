@@ -1,6 +1,7 @@
 """From source to token streams: the split, the tokenizer, the cache (field reports 17 and 25)."""
 
 import errno
+import hashlib
 import importlib
 import json
 import os
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from vocabjax.config import Config
 from vocabjax.data import tokenizer as tokenizing
@@ -165,6 +166,80 @@ def test_a_loaded_tokenizer(config, tmp_path):
     assert prepare(loaded, trained).fingerprint == dataset.fingerprint
     with pytest.raises(UserError, match="'<eot>'"):
         prepare(replace(loaded, end_of_text="<|endoftext|>"))
+
+
+def lossy(kind):
+    """A tokenizer that writes <unk> for most letters, one that drops capitals, one that makes them small."""
+    if kind == "unknown":
+        scores = [("<eot>", 0.0), ("<unk>", 0.0), ("a", -1.0), ("b", -1.0)]
+        return Tokenizer(models.Unigram(scores, unk_id=1, byte_fallback=False))
+    letters = ["<eot>", *"abcdefghijklmnopqrstuvwxyz0123456789: "]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    if kind == "lowercase":
+        tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["unknown", "dropped", "lowercase"])
+def test_a_tokenizer_that_changes_the_text_leaves_its_bytes_unknown(
+    kind, config, cache, tmp_path, builds, caplog
+):
+    write(tmp_path, [f"Document {i}: abc" for i in range(30)])
+    tokenizing.save(lossy(kind), tmp_path / "lossy.json")
+    config = replace(config, tokenizer=str(tmp_path / "lossy.json"), end_of_text="<eot>")
+    for _ in range(2):  # built, and found
+        caplog.clear()
+        dataset = prepare(config)
+        assert (dataset.train.bytes, dataset.validation.bytes) == (None, None)
+        (record,) = caplog.records
+        assert "lossy.json" in record.getMessage() and "bits per byte" in record.getMessage()
+    assert len(builds) == 1
+    # An entry of a version that counted the bytes all the same is made anew, under its key.
+    meta = cache / dataset.fingerprint / "meta.json"
+    older = json.loads(meta.read_text()) | {"train": {"tokens": 9, "bytes": 99}}
+    del older["version"]
+    meta.write_text(json.dumps(older))
+    again = prepare(config)
+    assert (again.fingerprint, again.train.bytes, len(builds)) == (dataset.fingerprint, None, 2)
+
+
+def test_a_split_that_the_tokenizer_keeps_has_its_bytes(config, tmp_path, caplog):
+    documents = [f"w{i} w{i + 1}" for i in range(1, 20)]
+    write(tmp_path, documents)
+    config = replace(config, end_of_text="<eot>")
+    kept = prepare(config, word_tokenizer(30))
+    assert kept.train.bytes is not None and kept.validation.bytes is not None
+    assert caplog.records == []
+    held_out = texts_of(kept.validation, kept.tokenizer)
+    spaced = [text if text in held_out else text.replace(" ", "  ") for text in documents]
+    write(tmp_path, spaced)  # in training alone, two spaces become one
+    changed = prepare(config, word_tokenizer(30))
+    assert changed.train.bytes is None
+    assert changed.validation.bytes == kept.validation.bytes
+
+
+def test_a_tokenizer_that_cannot_encode_the_text_is_named(config, tmp_path):
+    tokenizing.save(word_tokenizer(5), tmp_path / "words.json")  # knows no <unk>
+    config = replace(config, tokenizer=str(tmp_path / "words.json"), end_of_text="<eot>")
+    with pytest.raises(UserError, match=r"words\.json cannot encode the text: .*UNK"):
+        prepare(config)
+
+
+def test_the_fingerprint_is_that_of_runs_recorded_before(config):
+    settings = {
+        "format": 1,
+        "end_of_text": "<|endoftext|>",
+        "max_train_tokens": None,
+        "max_validation_tokens": None,
+        "seed": 0,
+        "validation": 0.1,
+        "vocab_size": 300,
+    }
+    content = json.dumps(settings, sort_keys=True).encode()
+    for document in DOCUMENTS:
+        content += len(document.encode()).to_bytes(8, "little") + document.encode()
+    assert prepare(config).fingerprint == hashlib.sha256(content).hexdigest()
 
 
 def test_end_of_text_that_is_an_ordinary_word_is_refused(config, tmp_path):

@@ -1,9 +1,10 @@
 """Tokenizers: lossless, deterministic, of honest size; special tokens are never read from text."""
 
 import json
+import random
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError
@@ -56,6 +57,44 @@ def test_training_is_deterministic():
     documents = [f"word{i % 7} other{i % 11} thing{i % 13} again" for i in range(200)]
     first, second = (tokenizing.train_bpe(documents, 400, END).to_str() for _ in range(2))
     assert first == second
+
+
+def plain_bpe(documents, size):
+    """Byte-level BPE whose training sees words of any length."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def test_words_of_ordinary_length_are_trained_on_whole():
+    documents = [*TEXTS, "the cat " * 9, "x" * 900, " " * 900 + "y", "cats and mats", "语" * 300]
+    trained = tokenizing.train_bpe(documents, 400, END)
+    assert trained.to_str() == plain_bpe(documents, 400).to_str()
+
+
+@pytest.mark.timeout(60)
+def test_a_text_without_spaces_trains_in_time():
+    text = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=2_000_000))
+    tokenizer = tokenizing.train_bpe([text], 500, END)
+    assert tokenizing.size(tokenizer) == 500
+    ids = tokenizer.encode(text).ids
+    assert len(ids) < len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_ids_without_a_token_are_shown():
+    tokenizer = tokenizing.train_bpe(["naïve"], 270, END)
+    ids = tokenizer.encode("naï").ids
+    assert tokenizing.decode([*ids, 9999, 5000, *ids], tokenizer) == "naï<9999><5000>naï"
+    assert tokenizing.decode([*ids, tokenizer.token_to_id(END)], tokenizer) == "naï"
 
 
 def test_small_text_gives_fewer_ids_than_asked():

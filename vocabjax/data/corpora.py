@@ -139,6 +139,7 @@ def _files(pattern: str) -> Iterator[str]:
             f"no file matches {pattern!r}; quote the pattern, and use ** for folders at any depth"
         )
     for path in paths:
+        _require_file(path)
         kind = path.suffixes[-2:][0] if path.suffix == ".gz" else path.suffix
         if kind not in (".txt", ".jsonl"):
             raise UserError(
@@ -149,6 +150,11 @@ def _files(pattern: str) -> Iterator[str]:
             yield text
         else:
             yield from _json_lines(path, text)
+
+
+def _require_file(path: Path) -> None:
+    if path.exists() and not path.is_file():  # reading a pipe or a device may wait for ever
+        raise UserError(f"{path}: not a regular file")
 
 
 def _read_text(path: Path) -> str:
@@ -180,7 +186,7 @@ def _json_lines(path: Path, text: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON: {error}") from error
         document = record.get("text") if isinstance(record, dict) else None
         if not isinstance(document, str):
@@ -261,6 +267,7 @@ def read_tokens(name: str) -> StoredTokens:
         IdError: an id is negative or not below the declared size; names its position and value.
     """
     path = Path(name).expanduser()
+    _require_file(path)
     sidecar = Path(f"{path}.json")
     about = _describe(sidecar) if sidecar.exists() else {}
     if path.suffix not in (".npy", ".bin"):
@@ -286,7 +293,7 @@ def read_tokens(name: str) -> StoredTokens:
     if len(tokens) == 0:
         raise UserError(f"{path}: holds no tokens")
     largest = _check_stream(path, tokens, about.get("size"))
-    size = about.get("size") or largest + 1
+    size = about.get("size", largest + 1)
     end = about.get("end_of_text")
     if end is not None and not 0 <= end < size:
         raise UserError(f"{sidecar}: end_of_text {end} is outside [0, {size})")
@@ -297,7 +304,7 @@ def read_tokens(name: str) -> StoredTokens:
 def _describe(sidecar: Path) -> dict[str, Any]:
     try:
         about = json.loads(sidecar.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{sidecar}: cannot be read as JSON: {error}") from error
     known = {"dtype": str, "size": int, "end_of_text": int, "bytes": int}
     if not isinstance(about, dict):
@@ -307,6 +314,10 @@ def _describe(sidecar: Path) -> dict[str, Any]:
             raise UserError(f"{sidecar}: unknown field {field!r}{nearest(field, known)}")
         if value is not None and type(value) is not known[field]:
             raise UserError(f"{sidecar}: {field} must be {known[field].__name__}, not {value!r}")
+    for field, most in (("size", _LARGEST_ID + 1), ("bytes", 2**63 - 1)):
+        value = about.get(field)
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"{sidecar}: {field} {value} must be from 1 to {most}")
     return {field: value for field, value in about.items() if value is not None}
 
 

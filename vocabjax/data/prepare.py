@@ -7,6 +7,7 @@ all.
 
 import hashlib
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError
 from vocabjax.files import cache_folder
 
-_FORMAT = 1  # part of every key: raise it when what an entry holds changes
+_FORMAT = 1  # part of every key: raise it when the tokens of an entry change
+_VERSION = 2  # in every entry: one of another version is made anew, under the same key
 _CHUNK = 1 << 22
 
 
@@ -66,10 +68,11 @@ class DataConfig:
             ("seed", 0),
             ("max_train_tokens", 2),
             ("max_validation_tokens", 2),
+            ("vocab_size", 1),
         ):
             value = getattr(self, field)
-            if value is not None and value < least:
-                raise UserError(f"data.{field} = {value} must be at least {least}")
+            if value is not None and not least <= value < 2**31:
+                raise UserError(f"data.{field} = {value} must be at least {least} and below 2^31")
         if not self.end_of_text:
             raise UserError("data.end_of_text must not be empty")
 
@@ -81,8 +84,9 @@ class TokenStream:
     Attributes:
         tokens: uint16 or uint32 [N], memory-mapped.
         end_of_text: E, or None when it is not known (a `tokens:` file).
-        bytes: UTF-8 bytes of the real text, end-of-text counting 0; None when not known. For a
-            `tokens:` file that declares its bytes: its share of them by tokens, an estimate.
+        bytes: UTF-8 bytes of the real text, end-of-text counting 0; None when not known, and when
+            the tokens do not decode to exactly the text. For a `tokens:` file that declares its
+            bytes: its share of them by tokens, an estimate.
     """
 
     tokens: np.ndarray
@@ -138,9 +142,16 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
                 "a tokens: source is tokenized already: leave tokenizer at its default, 'bpe'"
             )
         return _prepare_tokens(config, corpora.read_tokens(rest))
+    name = "the tokenizer"
     if tokenizer is None and config.tokenizer != "bpe":
-        tokenizer = tokenizing.load(config.tokenizer)
-    return _prepare_text(config, corpora.load_documents(config.source), tokenizer)
+        tokenizer, name = tokenizing.load(config.tokenizer), f"the tokenizer {config.tokenizer}"
+    dataset = _prepare_text(config, corpora.load_documents(config.source), tokenizer, name)
+    if None in (dataset.train.bytes, dataset.validation.bytes):
+        logging.getLogger("vocabjax").warning(
+            "%s changes the text (what it decodes to differs): bits per byte are unknown",
+            name,
+        )
+    return dataset
 
 
 def split_documents(
@@ -174,7 +185,7 @@ def _cut(document: str, share: float) -> tuple[list[str], list[str]]:
 
 
 def _prepare_text(
-    config: DataConfig, documents: Sequence[str], tokenizer: Tokenizer | None
+    config: DataConfig, documents: Sequence[str], tokenizer: Tokenizer | None, name: str
 ) -> Dataset:
     fields = ("end_of_text", "validation", "max_train_tokens", "max_validation_tokens", "seed")
     settings = {field: getattr(config, field) for field in fields}
@@ -199,10 +210,13 @@ def _prepare_text(
             "train": (train, config.max_train_tokens),
             "validation": (validation, config.max_validation_tokens),
         }
-        return {"size": size, "end_of_text": end} | {
-            name: _write_documents(folder / f"{name}.bin", texts, ready, end, dtype, limit)
-            for name, (texts, limit) in streams.items()
-        }
+        try:
+            return {"size": size, "end_of_text": end} | {
+                split: _write_documents(folder / f"{split}.bin", texts, ready, end, dtype, limit)
+                for split, (texts, limit) in streams.items()
+            }
+        except tokenizing.EncodingError as error:
+            raise UserError(f"{name} {error}") from error
 
     return _cached(digest.hexdigest(), build)
 
@@ -214,8 +228,8 @@ def _write_documents(
     end: int,
     dtype: np.dtype[Any],
     limit: int | None,
-) -> dict[str, int]:
-    tokens, size_bytes = 1, 0
+) -> dict[str, int | None]:
+    tokens, size_bytes, is_exact = 1, 0, True
     with path.open("wb") as file:
         file.write(np.array([end], dtype).tobytes())
         encoded = tokenizing.encode_documents(documents, tokenizer)
@@ -236,7 +250,8 @@ def _write_documents(
             file.write(np.array([*ids, end], dtype).tobytes())
             tokens += len(ids) + 1
             size_bytes += len(document.encode("utf-8"))
-    return {"tokens": tokens, "bytes": size_bytes}
+            is_exact = is_exact and tokenizer.decode(ids, skip_special_tokens=False) == document
+    return {"tokens": tokens, "bytes": size_bytes if is_exact else None}
 
 
 def _prepare_tokens(config: DataConfig, stored: corpora.StoredTokens) -> Dataset:
@@ -331,7 +346,7 @@ def _cached(key: str, build: Callable[[Path], dict[str, Any]]) -> Dataset:
         ) as temporary:
             new = Path(temporary) / "new"
             new.mkdir()
-            meta = build(new)
+            meta = build(new) | {"version": _VERSION}
             train = _memmap(new / "train.bin", meta)
             np.save(new / "counts.npy", _count(train, meta["size"]))
             meta["files"] = {path.name: path.stat().st_size for path in new.iterdir()}
@@ -366,7 +381,10 @@ def _open(entry: Path, key: str) -> Dataset | None:
     """The data set in a cache entry; None if it is absent, or not as large as it says."""
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-        if any((entry / name).stat().st_size != size for name, size in meta["files"].items()):
+        sizes = meta["files"].items()
+        if meta["version"] != _VERSION or any(
+            (entry / name).stat().st_size != size for name, size in sizes
+        ):
             return None
         streams = {
             name: TokenStream(

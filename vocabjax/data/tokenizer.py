@@ -6,6 +6,7 @@ the end-of-text token, and nothing is truncated, padded or wrapped in a template
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,11 @@ from vocabjax.files import write_atomic
 
 _BYTES = 256
 _ENCODE_BATCH = 512
+_LONGEST_RUN = 1000  # bytes
+
+
+class EncodingError(UserError):
+    """A text that a tokenizer cannot encode."""
 
 
 def train_bpe(documents: Iterable[str], size: int, end_of_text: str) -> Tokenizer:
@@ -32,7 +38,11 @@ def train_bpe(documents: Iterable[str], size: int, end_of_text: str) -> Tokenize
             f"{end_of_text!r}, 257 ids"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_word = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Training takes time that is quadratic in a "word", such as a text without spaces.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [by_word, pre_tokenizers.FixedLength(_LONGEST_RUN)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -41,6 +51,7 @@ def train_bpe(documents: Iterable[str], size: int, end_of_text: str) -> Tokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.pre_tokenizer = by_word
     return for_text(tokenizer)
 
 
@@ -110,11 +121,27 @@ def with_end_of_text(tokenizer: Tokenizer, end_of_text: str) -> tuple[Tokenizer,
 
 
 def encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of each document, in order; no special tokens are added."""
+    """The ids of each document, in order; no special tokens are added.
+
+    Raises:
+        EncodingError: the tokenizer has no ids for a text, not even an unknown token.
+    """
     for start in range(0, len(documents), _ENCODE_BATCH):
         batch = list(documents[start : start + _ENCODE_BATCH])
-        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+        try:
+            encodings = tokenizer.encode_batch(batch, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise EncodingError(f"cannot encode the text: {error}") from error
+        for encoding in encodings:
             yield encoding.ids
+
+
+def decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of ids without special tokens; an id that the tokenizer does not have is shown as `<id>`."""
+    return "".join(
+        tokenizer.decode(list(run)) if known else "".join(f"<{token}>" for token in run)
+        for known, run in groupby(ids, lambda token: tokenizer.id_to_token(token) is not None)
+    )
 
 
 def _likely_special(tokenizer: Tokenizer) -> list[str]:

@@ -49,7 +49,7 @@ class VocabConfig:
       size: V, the number of ids; None: what the tokenizer really has.
       width: D, the width of the trunk.
       multiple: stored rows are a multiple of this times the shards of the vocabulary axis.
-      banned: ids that may be read but never predicted.
+      banned: ids that may be read but never predicted. As labels they are ignored, so bits per byte are then unknown.
       dtype: compute dtype; parameters, scores and sums are float32.
       input, head, memories, objective: the parts.
     """

@@ -350,8 +350,8 @@ def _cross_entropy_fwd(
 def _cross_entropy_bwd(
     scoring: Scoring, objective: Objective, gradients: _Gradients, cotangents: _Sums
 ) -> tuple[tuple[jax.Array | None, ...]]:
-    scaled = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
-    return (_Inputs(*scaled, None, None, None),)  # type: ignore[arg-type]  # None: no gradient
+    dh, dtable, dbias = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
+    return (_Inputs(dh, dtable, dbias, None, None, None),)  # type: ignore[arg-type]  # no gradient
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
