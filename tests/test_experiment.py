@@ -113,9 +113,9 @@ def test_the_verdict_compares_seed_by_seed_and_names_no_sign_that_seeds_dispute(
         for arm, pair in zip(names, arms, strict=True)
     ]
     assert study_of_tying.verdict(records) == (
-        "a cell: tying, against untied: on the equal trunk it lowers validation loss by -0.250 (-0.400 … -0.100) nats and "
-        "raises training loss by +0.150 (+0.050 … +0.250); with equal parameters it moves (the sign differs between seeds) "
-        "validation loss by -0.100 (-0.300 … +0.100) nats and lowers training loss by -0.750 (-1.000 … -0.500) (2 seeds).\n"
+        "a cell: tying, against untied: on the equal trunk validation loss falls (-0.250 (-0.400 … -0.100) nats) and "
+        "training loss rises (+0.150 (+0.050 … +0.250)); with equal parameters validation loss moves either way by the seed "
+        "(-0.100 (-0.300 … +0.100) nats) and training loss falls (-0.750 (-1.000 … -0.500)) (2 seeds).\n"
     )
     change = difference(records, "a cell", "tied", "untied", lambda r: r["training"]["loss"])
     assert (change.mean, change.low, change.high) == pytest.approx((0.15, 0.05, 0.25))

@@ -247,14 +247,14 @@ def test_the_patch_rebuilds_the_code_that_ran(checkout: Path, corpus: Path, tmp_
         "new folder/née.py": "été = 1\n".encode(),
         "empty.py": b"",
         "latin.py": b"# \xe9t\xe9\n",
-        "binary.npy": bytes(range(256)),
     }
     for name, content in changed.items():
         (checkout / name).parent.mkdir(exist_ok=True)
         (checkout / name).write_bytes(content)
     git(checkout, "add", "staged.py")
     (checkout / "ignored").write_text("secret")
-    (checkout / "large.bin").write_bytes(bytes((1 << 20) + 1))
+    (checkout / "book.txt").write_text("secret")
+    (checkout / "large.py").write_bytes(b"#" * ((1 << 20) + 1))
     os.utime(checkout / ".gitignore", (0, 0))  # the index is stale: git would like to refresh it
     before = {path: path.read_bytes() for path in (checkout / ".git").rglob("*") if path.is_file()}
 
@@ -264,7 +264,9 @@ def test_the_patch_rebuilds_the_code_that_ran(checkout: Path, corpus: Path, tmp_
     assert code["commit"] == git(checkout, "rev-parse", "HEAD").strip()
     assert code["uncommitted_changes"] is True
     patch = run.directory / "code.patch"
-    assert b"# left out, as it is large: large.bin (1,048,577 bytes)" in patch.read_bytes()
+    assert (
+        b"# left out, as it is large or no code: large.py (1,048,577 bytes)" in patch.read_bytes()
+    )
     assert b"secret" not in patch.read_bytes()
     git(tmp_path, "clone", "-q", str(checkout), "clone")
     git(tmp_path / "clone", "apply", str(patch))

@@ -29,6 +29,7 @@ from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
 from vocabjax.processes import together
 from vocabjax.runs import Run
+from vocabjax.step import trace
 from vocabjax.train import Interrupted, Setup, check_fit, train
 
 OVERVIEW = """\
@@ -146,6 +147,8 @@ def _dry_run(config: Config, layout: Layout) -> None:
         blueprint = Blueprint(config.vocab, config.trunk, layout)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         flops = blueprint.train_flops(config.data.length)
+        parts, batch = config.train.accumulate, config.train.batch
+        trace(blueprint, optimizer, (parts, batch // parts, config.data.length))
         print(describe.section("config", describe.config_text(config)))
         print(describe.section("mesh", describe.mesh_text(layout)))
         print(

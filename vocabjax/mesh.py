@@ -56,7 +56,8 @@ def make_mesh(
     if math.prod(sizes.values()) != len(pool):
         raise UserError(
             f"mesh {_show(axes)} needs {fixed}{' times a whole number of' if free else ''} devices, but there are "
-            f"{len(pool)}; change --mesh, or simulate on a CPU with --devices {fixed}"
+            f"{len(pool)}; change the mesh (--mesh), or simulate devices on a CPU (--devices {fixed}; in a script, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed})"
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     # Axis types are always stated: `jax.make_mesh` and `Mesh` have opposite defaults.

@@ -32,6 +32,7 @@ PACKAGES = ("vocabjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "g
 CHECKOUT = Path(__file__).parent.parent  # has no .git where the package is installed
 
 _LARGEST_NEW_FILE = 1 << 20
+_CODE_SUFFIXES = (".py", ".toml", ".sh", ".yaml", ".yml", ".cfg")
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 _SETUP = ("tokenizer.json", "counts.npy", "data.json", "code.json", "code.patch", "config.json")
 SETUP_FILES = frozenset(["lock", *_SETUP, *(f"{name}.tmp" for name in _SETUP)])
@@ -265,13 +266,13 @@ def summary_dict(value: Any) -> dict[str, Any]:
 
 
 def _patch() -> bytes:
-    """All that differs from the commit, for `git apply`; new files too, unless git ignores them or they are large."""
+    """All that differs from the commit, for `git apply`; new files of code too, but nobody's corpus."""
     listed = _git("ls-files", "--others", "--exclude-standard", "-z") or b""
     notes, new = [], []
     for name in filter(None, os.fsdecode(listed).split("\0")):
         size = (CHECKOUT / name).lstat().st_size
-        if size > _LARGEST_NEW_FILE:
-            notes.append(f"# left out, as it is large: {name} ({size:,} bytes)\n")
+        if size > _LARGEST_NEW_FILE or Path(name).suffix not in _CODE_SUFFIXES:
+            notes.append(f"# left out, as it is large or no code: {name} ({size:,} bytes)\n")
         else:
             new.append(_git(*_DIFF, "--no-index", "--", os.devnull, name) or b"")
     return b"".join([os.fsencode("".join(notes)), _git(*_DIFF, "HEAD") or b"", *new])

@@ -81,6 +81,16 @@ def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation
     return State(step, params, moments)  # type: ignore[arg-type]  # stands for arrays
 
 
+def trace(
+    blueprint: Blueprint, optimizer: optax.GradientTransformation, shape: tuple[int, int, int]
+) -> None:
+    """Traces the step on batches [A, B/A, T] without allocating or compiling: what cannot work raises here."""
+    sharding = blueprint.layout.sharding(None, "batch", "seq")
+    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    batch = dict.fromkeys(("ids", "targets", "segment", "position"), array)
+    jax.eval_shape(make_step(blueprint, optimizer), abstract_state(blueprint, optimizer), batch)
+
+
 def make_step(
     blueprint: Blueprint, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Arrays], tuple[State, Metrics]]:

@@ -60,9 +60,8 @@ def _differences(axes: Any, results: list[Result], colors: dict[str, str]) -> No
             axes.fill_between(tokens, low, high, color=colors[arm], alpha=0.15, lw=0)
     axes.axhline(0, color=colors[first], lw=1)
     _mark_passes(axes, results[0])
-    axes.set_title(
-        f"loss − {first}: validation (solid), training (dashed), range of seeds", fontsize=9
-    )
+    spread = ", range of seeds" if len(reference) > 1 else ""
+    axes.set_title(f"loss − {first}: validation (solid), training (dashed){spread}", fontsize=9)
     axes.legend(fontsize=8)
 
 

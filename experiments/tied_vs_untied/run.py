@@ -185,8 +185,8 @@ def verdict(results: list[Result]) -> str:
             validation = difference(results, cell, arm, UNTIED, lambda r: r["validation"]["loss"])
             training = difference(results, cell, arm, UNTIED, lambda r: r["training"]["loss"])
             changes.append(
-                f"{what} it {_direction(validation)} validation loss by {validation.show(sign=True)} nats "
-                f"and {_direction(training)} training loss by {training.show(sign=True)}"
+                f"{what} validation loss {_direction(validation)} ({validation.show(sign=True)} nats) "
+                f"and training loss {_direction(training)} ({training.show(sign=True)})"
             )
         seeds = len({r["seed"] for r in results if r["cell"] == cell})
         lines.append(
@@ -249,7 +249,7 @@ def _lowest(result: Result) -> float:
 
 def _direction(change: Spread) -> str:
     if change.low > 0:
-        return "raises"
+        return "rises"
     if change.high < 0:
-        return "lowers"
-    return "moves (the sign differs between seeds)"
+        return "falls"
+    return "moves either way by the seed"

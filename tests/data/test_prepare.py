@@ -129,8 +129,21 @@ def test_subsets_are_whole_nested_documents_with_one_tokenizer(config):
         assert len(subset.validation.tokens) <= 100
         assert subset.tokenizer.to_str() == whole.tokenizer.to_str()
         previous = len(texts)
-    with pytest.raises(UserError, match="max_train_tokens 5"):
-        prepare(replace(config, max_train_tokens=5))
+
+
+@pytest.mark.parametrize("limit", [3, 50, 400])
+def test_a_book_that_comes_first_is_cut_to_the_limit(tmp_path, limit):
+    book = "".join(f"Chapter {i}: the naïve cat № {i * i} sat — again.\n" for i in range(400))
+    write(tmp_path, [book, book.upper()])
+    config = DataConfig(source=f"files:{tmp_path}/text.jsonl", vocab_size=300)
+    whole = prepare(replace(config, max_validation_tokens=None))
+    cut = prepare(replace(config, max_validation_tokens=limit))
+    (text,) = texts_of(cut.validation, cut.tokenizer)
+    (full,) = texts_of(whole.validation, whole.tokenizer)
+    assert limit * 0.8 - 2 < len(cut.validation.tokens) <= limit
+    assert full.startswith(text)
+    assert cut.validation.bytes == len(text.encode())
+    np.testing.assert_array_equal(cut.train.tokens, whole.train.tokens)
 
 
 def test_end_of_text_in_the_text_stays_text(config, tmp_path):

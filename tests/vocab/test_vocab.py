@@ -311,6 +311,8 @@ def test_weight_is_the_normalizer_of_the_loss():
         ({"objective": Objective(z_loss=math.nan)}, "z_loss = nan"),
         ({"dtype": "float16"}, "vocab.dtype = 'float16'"),
         ({"size": 50.0}, "vocab.size = 50.0"),
+        ({"head": "tied"}, "'tied' is no HeadConfig, such as head=TiedHead()"),
+        ({"memories": (FullTable(),)}, "is no MemoryConfig"),
         ({"size": 2**31}, "below 2^31"),
     ],
 )

@@ -40,8 +40,8 @@ class DataConfig:
         length: T, the tokens of a window.
         validation: the share of documents held out (of `tokens:FILE`, and of a lone document: the
             last part).
-        max_train_tokens: a fixed subset, whole documents up to this many tokens; a larger limit
-            holds a smaller one's.
+        max_train_tokens: a fixed subset, whole documents up to this many tokens (the beginning of the first, where
+            that alone is longer); a larger limit holds a smaller one's.
         max_validation_tokens: the same for validation.
         seed: draws the split and the subsets, not the order of batches.
     """
@@ -240,18 +240,26 @@ def _write_documents(
                     f"{document[:40]!r}…): choose a special token for end_of_text"
                 )
             if limit is not None and tokens + len(ids) + 1 > limit:
-                if tokens == 1:
-                    raise UserError(
-                        f"the first document drawn for {path.stem} makes {tokens + len(ids) + 1} "
-                        f"tokens, over max_{path.stem}_tokens {limit}: raise the limit, or use "
-                        "shorter documents"
-                    )
-                break
+                if tokens > 1:
+                    break
+                # The first one is a book: as much of it as fits is better than nothing.
+                document, ids = _shortened(document, ids, tokenizer, limit - 2)
             file.write(np.array([*ids, end], dtype).tobytes())
             tokens += len(ids) + 1
             size_bytes += len(document.encode("utf-8"))
             is_exact = is_exact and tokenizer.decode(ids, skip_special_tokens=False) == document
     return {"tokens": tokens, "bytes": size_bytes if is_exact else None}
+
+
+def _shortened(
+    document: str, ids: list[int], tokenizer: Tokenizer, limit: int
+) -> tuple[str, list[int]]:
+    """The beginning of a document that makes at most `limit` tokens, and these."""
+    size = len(document)
+    while len(ids) > limit:
+        size = min(size - 1, size * limit // len(ids))
+        (ids,) = tokenizing.encode_documents([document[:size]], tokenizer)
+    return document[:size], ids
 
 
 def _prepare_tokens(config: DataConfig, stored: corpora.StoredTokens) -> Dataset:

@@ -74,7 +74,12 @@ class VocabConfig:
                 )
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"vocab.dtype = {self.dtype!r} must be float32 or bfloat16")
-        for part in (self.input, self.head, *self.memories):
+        kinds = ((self.input, InputConfig), (self.head, HeadConfig))
+        for part, kind in (*kinds, *((memory, MemoryConfig) for memory in self.memories)):
+            if not isinstance(part, kind):
+                raise UserError(
+                    f"VocabConfig: {part!r} is no {kind.__name__}, such as head=TiedHead()"
+                )
             part.check()
         objective = self.objective
         if not 0 <= objective.label_smoothing < 1:

@@ -49,6 +49,21 @@ class Tokens(NamedTuple):
         zeros_BT = ids_BT & 0
         return Tokens(ids_BT, zeros_BT, zeros_BT + jnp.arange(ids_BT.shape[1], dtype=jnp.int32))
 
+    def before(self, back: int) -> jax.Array:
+        """int32 [B, T]: the id `back` positions earlier in the same document; −1 where there is none.
+
+        The positions must not be sharded unless `back` is 0.
+        """
+        if back == 0:
+            return self.ids_BT
+        earlier = self.ids_BT[:, :-back] if self.past_BH is None else self.ids_BT
+        if self.past_BH is None:
+            missing = jnp.repeat(self.ids_BT[:, :1] & 0, min(back, self.ids_BT.shape[1]), axis=1)
+        else:
+            missing = self.past_BH[:, self.past_BH.shape[1] - back :]
+        seen_BT = jnp.concatenate([missing, earlier], axis=1)[:, : self.ids_BT.shape[1]]
+        return jnp.where(self.position_BT >= back, seen_BT, -1)
+
 
 class Loss(NamedTuple):
     """float32 scalars. Only `total` is differentiable; the sums are over all tokens of all shards.
