@@ -29,9 +29,7 @@ def random_params(blueprint: Blueprint, std: float = 0.3) -> Params:
     def draw(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         path = path_of(key_path)
         info = blueprint.infos[path]
-        shape = list(leaf.shape)
-        if info.axes[0] == "vocab":
-            shape[0] = blueprint.sizes.logical
+        shape = info.logical
         value = std * np.random.default_rng(zlib.crc32(path.encode())).normal(size=shape)
         if info.role == "vector":
             value += 1

@@ -37,6 +37,7 @@ from vocabjax.vocab.interfaces import (
     TrunkShape,
 )
 from vocabjax.vocab.loss import label_weights
+from vocabjax.vocab.rules import require_pair
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import lookup
 
@@ -147,10 +148,7 @@ class Vocab(nnx.Module):
         self.tied = config.head.tied
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
-        if self.tied and not self.input.shared():
-            raise UserError(
-                f"vocab.input of kind {config.input.kind!r} has no table to share: use an untied head"
-            )
+        require_pair(config.input, config.head, self.input.shared(), config.width)
         self.head = config.head.build(context("head"), config.objective, self.input)
         self.memories: nnx.List[Memory] = nnx.List([])
         for index, memory in enumerate(config.memories):

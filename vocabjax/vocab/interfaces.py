@@ -278,6 +278,7 @@ class InputConfig(PartConfig):
 
 class HeadConfig(PartConfig):
     tied: ClassVar[bool]  # scores against what the input lends
+    needs: ClassVar[tuple[str, ...]] = ()  # what the input must lend for that
 
     @abc.abstractmethod
     def build(self, context: Context, objective: Objective, input: Input) -> Head:

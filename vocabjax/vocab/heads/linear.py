@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 
 from vocabjax.errors import UserError
-from vocabjax.param import zeros
+from vocabjax.param import matrix_flops, zeros
 from vocabjax.vocab.interfaces import (
     Context,
     Head,
@@ -56,6 +56,7 @@ class TiedHead(LinearHead):
 
     kind: ClassVar[str] = "tied"
     tied: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("table",)
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,17 @@ class UntiedHead(LinearHead):
 
 
 class MatrixHead(Head):
-    def __init__(self, config: LinearHead, context: Context, objective: Objective) -> None:
+    """Scores of transform(h) against rows of width E; E = D, and the transform the identity, unless a subclass says so."""
+
+    def __init__(
+        self, config: LinearHead, context: Context, objective: Objective, width: int | None = None
+    ) -> None:
         self.scoring = Scoring(context.scope.layout, context.sizes, config.scale, config.softcap)
         self.objective = objective
-        self.width = context.width
+        self.trunk_width = context.width
+        self.width = context.width if width is None else width
         self.table = (
-            context.table("table", "head", std=config.std)
+            context.table("table", "head", width=self.width, std=config.std)
             if isinstance(config, UntiedHead)
             else None
         )
@@ -98,11 +104,16 @@ class MatrixHead(Head):
             else None
         )
 
+    def transform(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
+        """What is scored against the rows: [B, T, E]."""
+        return h_BTD
+
     def flops(self) -> int:
-        return 2 * self.scoring.sizes.logical * self.width
+        return 2 * self.scoring.sizes.logical * self.width + matrix_flops(self)
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
-        return linear_logits(self.scoring, h_BTD, self._rows(shared), self._bias())
+        h_BTE = self.transform(shared, h_BTD)
+        return linear_logits(self.scoring, h_BTE, self._rows(shared), self._bias())
 
     def loss(
         self,
@@ -116,7 +127,7 @@ class MatrixHead(Head):
         return linear_cross_entropy(
             self.scoring,
             self.objective,
-            h_BTD,
+            self.transform(shared, h_BTD),
             self._rows(shared),
             targets_BT,
             weights_BT,
@@ -128,7 +139,7 @@ class MatrixHead(Head):
         return linear_nll(
             self.scoring,
             self.objective.chunk,
-            h_BTD,
+            self.transform(shared, h_BTD),
             self._rows(shared),
             targets_BT,
             bias_V=self._bias(),

@@ -1,0 +1,84 @@
+"""A factorised table: x = norm(table[id]) · P + b, table [V, E], P [E, D].
+
+Parameters: V·E + E·D (+ D with the bias, + E or 2E with a norm). Source: ALBERT (Lan et al. 2019, arXiv:1909.11942, section 3.1);
+its implementation in Hugging Face transformers has the LayerNorm on the narrow rows and a bias, which `norm` and `bias` give.
+Lends its table and its projection: see the heads `factorized_tied` and `albert`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vocabjax.errors import UserError
+from vocabjax.norms import build_norm
+from vocabjax.param import Role, normal, zeros
+from vocabjax.vocab.interfaces import (
+    Context,
+    Input,
+    InputConfig,
+    Reads,
+    Rows,
+    Shared,
+    Tokens,
+    check_std,
+)
+
+
+@dataclass(frozen=True)
+class FactorizedTable(InputConfig):
+    """Narrow rows and a projection to the trunk's width.
+
+    Attributes:
+      factor: E, the width of the rows.
+      bias: whether the projection has one.
+      norm: of the rows, before the projection.
+      std: standard deviation of the initial rows; None: E^−½.
+    """
+
+    kind: ClassVar[str] = "factorized"
+    factor: int = 64
+    bias: bool = False
+    norm: Literal["none", "layernorm", "rmsnorm"] = "none"
+    std: float | None = None
+
+    def check(self) -> None:
+        check_std("vocab.input.std", self.std)
+        if self.factor < 1:
+            raise UserError(f"vocab.input.factor = {self.factor} must be at least 1")
+
+    def build(self, context: Context, *, tied: bool) -> Input:
+        return FactorizedInput(self, context, tied=tied)
+
+
+class FactorizedInput(Input):
+    def __init__(self, config: FactorizedTable, context: Context, *, tied: bool) -> None:
+        E, D = config.factor, context.width
+        role: Role = "tied" if tied else "embed"
+        self.table = context.table("table", role, width=E, std=config.std)
+        self.norm = build_norm(config.norm, context.scope / "norm", E)
+        # Rows have unit length on average, so x has, too.
+        self.projection = context.scope.param(
+            "projection", (E, D), (None, None), "matrix", normal(D**-0.5)
+        )
+        self.bias = (
+            context.scope.param("bias", (D,), (None,), "vector", zeros) if config.bias else None
+        )
+
+    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
+        return {"table": self.table}
+
+    def reads(self, tokens: Tokens) -> Reads:
+        return {"table": tokens.ids_BT}
+
+    def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
+        e_BTE = rows["table"]
+        if self.norm is not None:
+            e_BTE = self.norm(e_BTE)
+        x_BTD = jnp.einsum("bte,ed->btd", e_BTE, self.projection[...].astype(e_BTE.dtype))
+        return x_BTD if self.bias is None else x_BTD + self.bias[...].astype(x_BTD.dtype)
+
+    def shared(self) -> Shared:
+        return {"table": self.table[...], "projection": self.projection[...]}

@@ -1,0 +1,29 @@
+"""Which parts may be combined, which may not, and why: the only place that says so."""
+
+from vocabjax.errors import UserError
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Shared
+
+
+def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int) -> None:
+    """Refuses a head that cannot score against what its input lends.
+
+    Args:
+      lent: what the input lends, by name.
+      width: D.
+
+    Raises:
+      UserError: names both parts, what is missing, and what to use instead.
+    """
+    pair = f"vocab.head of kind {head.kind!r} on vocab.input of kind {input.kind!r}"
+    missing = [name for name in head.needs if name not in lent]
+    if missing:
+        offers = f"lends {', '.join(lent)}" if lent else "lends nothing"
+        raise UserError(
+            f"{pair}: the head needs the input's {' and '.join(missing)}, but that input {offers}; use an untied head, or "
+            "an input that lends it"
+        )
+    if head.needs == ("table",) and lent["table"].shape[-1] != width:
+        raise UserError(
+            f"{pair}: the head scores hidden states of width {width}, but the input's rows have width "
+            f"{lent['table'].shape[-1]}; use a head that projects them (factorized_tied, albert), or an untied head"
+        )
