@@ -131,8 +131,24 @@ def test_every_config_dry_runs(
     D, trunk = config.vocab.width, config.trunk
     L, F, N, G, K = trunk.layers, trunk.ffn, trunk.heads, trunk.kv_heads, D // trunk.heads
     in_trunk = L * (D * K * (2 * N + 2 * G) + 3 * D * F + 2 * D) + D
-    in_vocab = {"untied": 2 * V * D, "untied_bias": 2 * V * D + V, "tied_layernorm": V * D + 2 * D}
-    vocab = in_vocab.get(path.stem, V * D)
+    table, r = V * D, math.isqrt(V - 1) + 1
+    formulas = {  # of each part's first lines; E, R, P = 16, and two layers with value embeddings
+        "untied": 2 * table,
+        "untied_bias": 2 * table + V,
+        "tied_layernorm": table + 2 * D,
+        "low_rank": table + D * 16 + V * 16,
+        "pr_tied": table + D * D,
+        "factorized": V * 16 + 16 * D,
+        "albert": V * 16 + 2 * 16 + 16 * D + D + (D * 16 + 16 + 2 * 16) + V,
+        "hash": 1024 * D + 2 * V + table,
+        "compositional": (-(-V // r) + r) * D + table,
+        "over_encoding": table + (8192 + D) * D // 2,
+        "ple": table + V * L * 16 + L * (3 * D * 16 + D) + 16,
+        "ple_article": table + V * L * 16 + L * 16 * D,
+        "value_embeddings": table + 2 * (V * G * K + 12 * G),
+        "tide": table + 2 * V * D + 2 * D + L * (D * 3 + D),
+    }
+    vocab = formulas[path.stem] if path.stem not in ("base", "tied", "tiny") else table
     out = capsys.readouterr().out
     assert (
         f"{in_trunk + vocab:,} parameters: {vocab:,} in the vocabulary, {in_trunk:,} in the trunk"
@@ -348,7 +364,7 @@ TRAIN = ["train", "tied", *SMALL, "--quiet"]
     ("words", "told"),
     [
         ("trian tied", "unknown command 'trian'; did you mean 'train'?"),
-        ("train tide", "no config 'tide'; did you mean 'tied'"),
+        ("train tiedd", "no config 'tiedd'; did you mean 'tied'"),
         ("train", "train needs a config first"),
         ("train none.py", "no config none.py"),
         ("train none.json", "cannot read none.json"),
@@ -556,8 +572,8 @@ def test_nan_does_not_differ_from_nan() -> None:
 
 
 def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(UserError, match="no config 'tide'"):
-        run("train", "tide", "--debug")
+    with pytest.raises(UserError, match="no config 'tiedd'"):
+        run("train", "tiedd", "--debug")
 
 
 @pytest.mark.parametrize(
