@@ -217,14 +217,17 @@ def _decode(
         return (loop.step < config.max_tokens) & ~loop.is_done_B.all()
 
     def advance(loop: _Loop) -> _Loop:
-        id_B1, position_B1 = loop.id_B[:, None], tokens.position_BT[:, -1:] + loop.step
+        id_B1, position_B1 = (
+            layout.place(loop.id_B[:, None], "batch", None),
+            tokens.position_BT[:, -1:] + loop.step,
+        )
         last = Tokens(id_B1, tokens.segment_BT[:, -1:], position_B1, loop.past_BH)
         h_BTD, cache = feed(last, loop.cache)
         id_B = choose(h_BTD, loop.step)
         return _Loop(
             loop.step + 1,
             id_B,
-            jnp.concatenate([loop.past_BH, id_B1], axis=1)[:, 1:],
+            layout.place(jnp.concatenate([loop.past_BH, id_B1], axis=1)[:, 1:], "batch", None),
             loop.is_done_B | (id_B == end),
             loop.new_BN.at[:, loop.step].set(jnp.where(loop.is_done_B, NOTHING, id_B)),
             cache,
@@ -239,7 +242,7 @@ def _decode(
         (batch, config.max_tokens), NOTHING, jnp.int32, out_sharding=layout.sharding("batch", None)
     )
     new_BN = new_BN.at[:, 0].set(id_B)
-    past_BH = _last_ids(tokens, model.vocab.history)
+    past_BH = layout.place(_last_ids(tokens, model.vocab.history), "batch", None)
     start = _Loop(jnp.int32(1), id_B, past_BH, is_done_B, new_BN, cache)
     return layout.place(lax.while_loop(is_running, advance, start).new_BN, None, None)
 

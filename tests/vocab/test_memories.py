@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from meshes import put
 from models import layout_on
 
 from vocabjax.errors import UserError
@@ -50,7 +51,12 @@ def apply(vocab: Vocab, layer: int, y: np.ndarray, x_BTD: np.ndarray | None = No
     at = memory.layers.index(layer)
     params, context = jax.tree.map(lambda a: a[at], (memory.per_layer(), by_layer))
     out, cache = memory.apply(
-        params, common, context, jnp.asarray(H_BTD, jnp.float32), jnp.asarray(y, jnp.float32), None
+        params,
+        common,
+        context,
+        put(vocab.layout, H_BTD.astype(np.float32), "batch", "seq"),
+        put(vocab.layout, y.astype(np.float32), "batch", "seq"),
+        None,
     )
     assert cache is None
     return np.asarray(out)

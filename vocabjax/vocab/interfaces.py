@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from vocabjax.errors import UserError
 from vocabjax.param import Role, Scope, matrix_flops, normal
@@ -56,12 +57,12 @@ class Tokens(NamedTuple):
         """
         if back == 0:
             return self.ids_BT
-        earlier = self.ids_BT[:, :-back] if self.past_BH is None else self.ids_BT
-        if self.past_BH is None:
-            missing = jnp.repeat(self.ids_BT[:, :1] & 0, min(back, self.ids_BT.shape[1]), axis=1)
-        else:
-            missing = self.past_BH[:, self.past_BH.shape[1] - back :]
-        seen_BT = jnp.concatenate([missing, earlier], axis=1)[:, : self.ids_BT.shape[1]]
+        # By padding and cropping in one operation: slices of a batch of one row forget its sharding.
+        zero, length = jnp.int32(0), self.ids_BT.shape[1]
+        seen_BT = lax.pad(self.ids_BT, zero, ((0, 0, 0), (back, -back, 0)))
+        if self.past_BH is not None:
+            skipped = self.past_BH.shape[1] - back
+            seen_BT += lax.pad(self.past_BH, zero, ((0, 0, 0), (-skipped, length - back, 0)))
         return jnp.where(self.position_BT >= back, seen_BT, -1)
 
 
