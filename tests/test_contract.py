@@ -246,14 +246,15 @@ def test_decoding_one_token_at_a_time_equals_the_full_pass(parts: Parts) -> None
     full = scores(blueprint, params, one_document)
     history = blueprint.bind(params).vocab.history
     padded = np.pad(ids_BT, ((0, 0), (history, 0)), constant_values=-1)
-    cache = blueprint.bind(params).init_cache(B, T)
-    run = quick_jit(lambda p, tokens, cache: blueprint.bind(p).logits(tokens, cache))
-    pieces = []
-    for t in range(T):
-        part = tokens_on(blueprint, {name: x[:, t : t + 1] for name, x in one_document.items()})
-        past_BH = put(blueprint.layout, padded[:, t : t + history], "batch", None)
-        z_BTV, cache = run(params, part._replace(past_BH=past_BH), cache)
-        pieces.append(np.asarray(z_BTV))
+    with jax.set_mesh(blueprint.layout.mesh):
+        cache = blueprint.bind(params).init_cache(B, T)
+        run = quick_jit(lambda p, tokens, cache: blueprint.bind(p).logits(tokens, cache))
+        pieces = []
+        for t in range(T):
+            part = tokens_on(blueprint, {name: x[:, t : t + 1] for name, x in one_document.items()})
+            past_BH = put(blueprint.layout, padded[:, t : t + history], "batch", None)
+            z_BTV, cache = run(params, part._replace(past_BH=past_BH), cache)
+            pieces.append(np.asarray(z_BTV))
     np.testing.assert_allclose(np.concatenate(pieces, 1), full, atol=3e-5)
 
 
