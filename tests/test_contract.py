@@ -227,14 +227,15 @@ def test_bfloat16_gives_finite_gradients_of_float32(parts: Parts) -> None:
         assert np.isfinite(leaf).all()
 
 
+def history(parts: Parts) -> int:
+    blueprint = Blueprint(config_of(parts), TRUNK, layout_on(ONE))
+    return blueprint.bind(blueprint.abstract()).vocab.history
+
+
 # Other parts act on each position alone: decoding is then the trunk's business.
 @pytest.mark.parametrize(
     "parts",
-    [
-        p
-        for p in CHOICES
-        if p.memories or model_on(ONE, p)[0].bind(model_on(ONE, p)[1]).vocab.history
-    ],
+    [parts for parts in CHOICES if parts.memories or history(parts)],
     ids=str,
 )
 def test_decoding_one_token_at_a_time_equals_the_full_pass(parts: Parts) -> None:

@@ -142,10 +142,11 @@ def _dry_run(config: Config, layout: Layout) -> None:
         if config.vocab.size is None:
             setup = Setup.of(config, layout)
             setup.batches()  # may find the text too short
-            config = setup.config
+            config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
             note = "V was read from the prepared data"
-        blueprint = Blueprint(config.vocab, config.trunk, layout)
-        optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
+        else:
+            blueprint = Blueprint(config.vocab, config.trunk, layout)
+            optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         flops = blueprint.train_flops(config.data.length)
         parts, batch = config.train.accumulate, config.train.batch
         trace(blueprint, optimizer, (parts, batch // parts, config.data.length))

@@ -161,12 +161,14 @@ class Part(nnx.Module):
 
 
 class Reader(Part):
-    """A part that looks rows up by token identity.
+    """A part that looks rows up by token identity: of one table, a row per id, unless a subclass says otherwise.
 
     Attributes:
+      table: that table.
       history: how many ids before a position `reads` looks at (n−1 for n-grams); decoding then fills `Tokens.past_BH`.
     """
 
+    table: nnx.Param[jax.Array]
     history: int = 0
 
     def tables(self) -> dict[str, nnx.Param[jax.Array]]:
@@ -174,11 +176,11 @@ class Reader(Part):
 
         A memory of L layers has one table whose rows hold all layers ([rows, L·P]), or L tables where they differ in rows.
         """
-        raise NotImplementedError
+        return {"table": self.table}
 
     def reads(self, tokens: Tokens) -> Reads:
         """Which rows of which table: integers only, a function of the tokens [B, T] alone."""
-        raise NotImplementedError
+        return {"table": tokens.ids_BT}
 
 
 class Input(Reader):

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.norms import build_norm
@@ -19,7 +18,6 @@ from vocabjax.vocab.interfaces import (
     Context,
     Input,
     InputConfig,
-    Reads,
     Rows,
     Shared,
     Tokens,
@@ -66,12 +64,6 @@ class FactorizedInput(Input):
         self.bias = (
             context.scope.param("bias", (D,), (None,), "vector", zeros) if config.bias else None
         )
-
-    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        return {"table": self.table}
-
-    def reads(self, tokens: Tokens) -> Reads:
-        return {"table": tokens.ids_BT}
 
     def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
         e_BTE = rows["table"]

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.norms import build_norm
@@ -21,7 +20,6 @@ from vocabjax.vocab.interfaces import (
     Context,
     Input,
     InputConfig,
-    Reads,
     Rows,
     Shared,
     Tokens,
@@ -60,12 +58,6 @@ class FullInput(Input):
         self.norm = build_norm(config.norm, context.scope / "norm", context.width)
         self.scale = math.sqrt(context.width) if config.scale == "sqrt_width" else config.scale
         self.dtype = context.dtype
-
-    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        return {"table": self.table}
-
-    def reads(self, tokens: Tokens) -> Reads:
-        return {"table": tokens.ids_BT}
 
     def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
         x_BTD = rows["table"]

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.norms import RMSNorm, rms_norm
@@ -26,7 +25,6 @@ from vocabjax.vocab.interfaces import (
     Context,
     Memory,
     MemoryConfig,
-    Reads,
     Rows,
     Site,
     Tokens,
@@ -73,12 +71,6 @@ class _PerLayer(Memory):
             width=trunk.layers * config.width,
             std=config.width**-0.5,
         )
-
-    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        return {"table": self.table}
-
-    def reads(self, tokens: Tokens) -> Reads:
-        return {"table": tokens.ids_BT}
 
     def _by_layer(self, flat: jax.Array) -> jax.Array:
         """[B, T, L·P] → [B, T, L, P]."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from vocabjax.errors import UserError
 from vocabjax.norms import rms_norm
@@ -21,7 +20,6 @@ from vocabjax.vocab.interfaces import (
     Context,
     Memory,
     MemoryConfig,
-    Reads,
     Rows,
     Site,
     Tokens,
@@ -59,12 +57,6 @@ class TideMemory(Memory):
         self.bank_norm = scope.param("bank_norm", (K, D), (None, None), "vector", ones)
         self.norm = scope.param("norm", (L, D), ("layers", None), "vector", ones)
         self.router = scope.param("router", (L, D, K + 1), ("layers", None, None), "matrix", zeros)
-
-    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        return {"table": self.table}
-
-    def reads(self, tokens: Tokens) -> Reads:
-        return {"table": tokens.ids_BT}
 
     def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> tuple[Any, Any]:
         flat = rows["table"]

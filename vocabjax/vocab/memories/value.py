@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from vocabjax.attention import kv_axis
 from vocabjax.errors import UserError
@@ -20,7 +19,6 @@ from vocabjax.vocab.interfaces import (
     Context,
     Memory,
     MemoryConfig,
-    Reads,
     Rows,
     Site,
     Tokens,
@@ -68,12 +66,6 @@ class ValueMemory(Memory):
         self.gate = context.scope.param(
             "gate", (count, config.channels, self.heads), ("layers", None, None), "matrix", zeros
         )
-
-    def tables(self) -> dict[str, nnx.Param[jax.Array]]:
-        return {"table": self.table}
-
-    def reads(self, tokens: Tokens) -> Reads:
-        return {"table": tokens.ids_BT}
 
     def prepare(self, rows: Rows, tokens: Tokens, x_BTD: jax.Array) -> tuple[Any, Any]:
         flat = rows["table"]
