@@ -26,10 +26,15 @@ from vocabjax.step import init_state, make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, Objective, Tokens
+from vocabjax.vocab.lexicon import Lexicon
 
 ONE, WIDE = "data=1,model=1", "data=2,model=4"
 V, D, B, T = 37, 16, 4, 8
 BANNED = 3
+# Not sorted by id; every third id spells what the one before it does.
+LEXICON = Lexicon(
+    np.random.default_rng(0).integers(1, 1000, V), [f"Word{v - (v % 3 == 2)}" for v in range(V)]
+)
 TRUNK = TrunkConfig(layers=2, heads=4, kv_heads=4, ffn=16)
 SMALL = {"factor": 6, "rank": 6, "width": 6, "bias": True, "order": 2, "buckets": 11, "channels": 5}
 
@@ -60,7 +65,7 @@ def config_of(parts: Parts, **changes: Any) -> VocabConfig:
 
 def is_allowed(parts: Parts) -> bool:
     try:
-        Blueprint(config_of(parts), TRUNK, layout_on(ONE))
+        Blueprint(config_of(parts), TRUNK, layout_on(ONE), LEXICON)
     except UserError:
         return False
     return True
@@ -96,7 +101,7 @@ every_choice = pytest.mark.parametrize("parts", CHOICES, ids=str)
 
 @functools.cache
 def model_on(mesh: str, parts: Parts, dtype: Any = "float32") -> tuple[Blueprint, Params]:
-    blueprint = Blueprint(config_of(parts, dtype=dtype), TRUNK, layout_on(mesh))
+    blueprint = Blueprint(config_of(parts, dtype=dtype), TRUNK, layout_on(mesh), LEXICON)
     return blueprint, random_params(blueprint)
 
 
@@ -228,7 +233,7 @@ def test_bfloat16_gives_finite_gradients_of_float32(parts: Parts) -> None:
 
 
 def history(parts: Parts) -> int:
-    blueprint = Blueprint(config_of(parts), TRUNK, layout_on(ONE))
+    blueprint = Blueprint(config_of(parts), TRUNK, layout_on(ONE), LEXICON)
     return blueprint.bind(blueprint.abstract()).vocab.history
 
 
@@ -266,7 +271,10 @@ def test_the_compiled_loss_holds_no_scores_and_gathers_no_table(parts: Parts, me
     layout = layout_of(mesh)
     size, length, chunk = 2081, 48, 32
     blueprint = Blueprint(
-        config_of(parts, size=size, objective=Objective(chunk=chunk)), TRUNK, layout
+        config_of(parts, size=size, objective=Objective(chunk=chunk)),
+        TRUNK,
+        layout,
+        Lexicon.stand_in(size),
     )
     rows = blueprint.sizes.padded // layout.shards("vocab")
     ids = put(layout, np.zeros((B, length), np.int32), "batch", "seq")

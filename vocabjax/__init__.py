@@ -6,12 +6,14 @@ from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
 from vocabjax.vocab.inputs.full import FullTable
 from vocabjax.vocab.interfaces import Loss, Objective, Tokens
+from vocabjax.vocab.lexicon import Lexicon
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FullTable",
     "IdError",
+    "Lexicon",
     "Loss",
     "Objective",
     "TiedHead",

@@ -31,6 +31,7 @@ from vocabjax.processes import together
 from vocabjax.runs import Run
 from vocabjax.step import trace
 from vocabjax.train import Interrupted, Setup, check_fit, train
+from vocabjax.vocab.lexicon import Lexicon
 
 OVERVIEW = """\
 usage: run.py COMMAND ...
@@ -145,7 +146,8 @@ def _dry_run(config: Config, layout: Layout) -> None:
             config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
             note = "V was read from the prepared data"
         else:
-            blueprint = Blueprint(config.vocab, config.trunk, layout)
+            lexicon = Lexicon.stand_in(config.vocab.size)
+            blueprint = Blueprint(config.vocab, config.trunk, layout, lexicon)
             optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         flops = blueprint.train_flops(config.data.length)
         parts, batch = config.train.accumulate, config.train.batch
@@ -252,7 +254,7 @@ def _inspect(words: list[str]) -> None:
         print(describe.section("validation loss", text))
     layout = start(Launch(), one_device=True)
     with jax.set_mesh(layout.mesh):
-        blueprint = Blueprint(config.vocab, config.trunk, layout)
+        blueprint = Blueprint(config.vocab, config.trunk, layout, run.lexicon())
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         text = describe.parameter_text(blueprint, config.optim, optimizer)
     print(describe.section("parameters, on one device", text), end="")

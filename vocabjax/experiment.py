@@ -15,6 +15,7 @@ from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.train import train
+from vocabjax.vocab.lexicon import Lexicon
 
 Result = dict[str, Any]
 
@@ -83,7 +84,8 @@ def depth_of_equal_parameters(config: Config, target: int, layout: Layout) -> in
     """The trunk depth whose parameters, vocabulary included, come closest to `target`. V must be set."""
 
     def parameters(layers: int) -> int:
-        return Blueprint(config.vocab, with_layers(config, layers).trunk, layout).count()
+        lexicon = Lexicon.stand_in(config.vocab.size or 0)
+        return Blueprint(config.vocab, with_layers(config, layers).trunk, layout, lexicon).count()
 
     one, two = parameters(1), parameters(2)
     return max(1, 1 + round((target - one) / (two - one)))

@@ -58,7 +58,7 @@ def load_run(
     vocab = config.vocab if multiple is None else replace(config.vocab, multiple=multiple)
     step = saved_step(run, step)
     with jax.set_mesh(layout.mesh):
-        blueprint = Blueprint(vocab, config.trunk, layout)
+        blueprint = Blueprint(vocab, config.trunk, layout, run.lexicon())
         params: Params = Checkpoints(run.checkpoints).restore(
             blueprint.abstract(),
             None,

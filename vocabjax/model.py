@@ -11,12 +11,19 @@ from vocabjax.param import ParamInfo, Scope, param_infos, total_size
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.interfaces import Loss, Rows, Tokens, TrunkShape
+from vocabjax.vocab.lexicon import Lexicon
 
 
 class LanguageModel(nnx.Module):
     """ids → hidden states → loss or logits."""
 
-    def __init__(self, vocab: VocabConfig, trunk: TrunkConfig, scope: Scope) -> None:
+    def __init__(
+        self,
+        vocab: VocabConfig,
+        trunk: TrunkConfig,
+        scope: Scope,
+        lexicon: Lexicon | None = None,
+    ) -> None:
         """Builds both, born sharded, keyed by path.
 
         Raises:
@@ -25,7 +32,7 @@ class LanguageModel(nnx.Module):
         vocab.check()
         trunk.check(vocab.width)
         shape = TrunkShape(trunk.layers, trunk.kv_heads, trunk.width_of_head(vocab.width))
-        self.vocab = Vocab(vocab, trunk=shape, scope=scope / "vocab")
+        self.vocab = Vocab(vocab, trunk=shape, lexicon=lexicon, scope=scope / "vocab")
         self.trunk = Trunk(trunk, scope / "trunk", vocab.width, self.vocab.memories)
 
     def hidden(
@@ -78,9 +85,15 @@ class Blueprint:
     Training holds parameters as a nested dict of arrays (`Params`); `bind` puts them back into the module.
     """
 
-    def __init__(self, vocab: VocabConfig, trunk: TrunkConfig, layout: Layout) -> None:
+    def __init__(
+        self,
+        vocab: VocabConfig,
+        trunk: TrunkConfig,
+        layout: Layout,
+        lexicon: Lexicon | None = None,
+    ) -> None:
         self.layout = layout
-        self._build = lambda key: LanguageModel(vocab, trunk, Scope(key, layout))
+        self._build = lambda key: LanguageModel(vocab, trunk, Scope(key, layout), lexicon)
         # The key too is made abstractly: the mesh may be of devices that are not here.
         abstract = jax.eval_shape(lambda: self._build(jax.random.key(0)))
         self.infos: dict[str, ParamInfo] = param_infos(abstract)

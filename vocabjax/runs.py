@@ -27,6 +27,7 @@ from vocabjax.data import Dataset
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError, nearest
 from vocabjax.files import lock, read_json, write_atomic
+from vocabjax.vocab.lexicon import Lexicon
 
 PACKAGES = ("vocabjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 CHECKOUT = Path(__file__).parent.parent  # has no .git where the package is installed
@@ -210,6 +211,11 @@ class Run:
             return np.load(path)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"cannot read {path}: {error}") from error
+
+    def lexicon(self) -> Lexicon:
+        """What the run's vocabulary was built from. Raises UserError when its files cannot be read."""
+        tokenizer = self.tokenizer()
+        return Lexicon(self.counts(), None if tokenizer is None else tokenizing.texts(tokenizer))
 
     def summary(self) -> dict[str, Any] | None:
         """The result of a finished run; None while it is not finished."""

@@ -91,7 +91,7 @@ class Setup:
         check_fit(config, layout)
         dataset = prepare(config.data)
         config = config.with_size(dataset.size)
-        blueprint = Blueprint(config.vocab, config.trunk, layout)
+        blueprint = Blueprint(config.vocab, config.trunk, layout, dataset.lexicon)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         return Setup(config, dataset, layout, blueprint, optimizer)
 

@@ -21,6 +21,7 @@ from vocabjax.data import corpora
 from vocabjax.data import tokenizer as tokenizing
 from vocabjax.errors import UserError
 from vocabjax.files import cache_folder
+from vocabjax.vocab.lexicon import Lexicon
 
 _FORMAT = 1  # part of every key: raise it when the tokens of an entry change
 _VERSION = 2  # in every entry: one of another version is made anew, under the same key
@@ -114,6 +115,12 @@ class Dataset:
     size: int
     counts_V: np.ndarray
     fingerprint: str
+
+    @property
+    def lexicon(self) -> Lexicon:
+        """What a vocabulary of these data may be built from."""
+        tokenizer = self.tokenizer
+        return Lexicon(self.counts_V, None if tokenizer is None else tokenizing.texts(tokenizer))
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:

@@ -144,6 +144,18 @@ def decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     )
 
 
+def texts(tokenizer: Tokenizer) -> list[str]:
+    """What each id spells, for a `Lexicon`: NUL and its stored form where that is no text (a part of a character)."""
+    spelled = []
+    for token in range(size(tokenizer)):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        if not text or "\ufffd" in text:
+            stored = tokenizer.id_to_token(token)
+            text = f"\0{token if stored is None else stored}"
+        spelled.append(text)
+    return spelled
+
+
 def _likely_special(tokenizer: Tokenizer) -> list[str]:
     """At most ten tokens that look special: those declared so, then those written in brackets."""
     declared = [

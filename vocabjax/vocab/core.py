@@ -36,6 +36,7 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     TrunkShape,
 )
+from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.loss import label_weights
 from vocabjax.vocab.rules import require_pair
 from vocabjax.vocab.sizes import Sizes
@@ -110,6 +111,7 @@ class Vocab(nnx.Module):
         mesh: Mesh | None = None,
         rules: Mapping[str, Sequence[str]] | None = None,
         trunk: TrunkShape | None = None,
+        lexicon: Lexicon | None = None,
         scope: Scope | None = None,
     ) -> None:
         """Builds the parts; every parameter is born sharded.
@@ -120,6 +122,7 @@ class Vocab(nnx.Module):
           mesh: None: the ambient mesh of `jax.set_mesh`, else one device. Explicit and automatic axes both work.
           rules: logical axis → mesh axes; see `vocabjax.mesh.DEFAULT_RULES`.
           trunk: the shape of the trunk, needed by memories.
+          lexicon: counts and texts of the ids, needed by parts that sort ids by frequency or read what they spell.
           scope: instead of `rngs`, `mesh` and `rules`, when building inside a larger model.
 
         Raises:
@@ -143,7 +146,7 @@ class Vocab(nnx.Module):
             inner = scope
             for name in names:
                 inner = inner / name
-            return Context(inner, self.sizes, config.width, self.dtype)
+            return Context(inner, self.sizes, config.width, self.dtype, lexicon or Lexicon())
 
         self.tied = config.head.tied
         self.width = config.width

@@ -19,6 +19,7 @@ from jax import lax
 
 from vocabjax.errors import UserError
 from vocabjax.param import Role, Scope, matrix_flops, normal
+from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.sizes import Sizes
 
 Reads = dict[str, jax.Array]  # table name → int32 ids of any shape
@@ -110,12 +111,13 @@ class TrunkShape(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a part is built from: the sizes, the width D, the compute dtype, and its place in the model."""
+    """What a part is built from: the sizes, the width D, the compute dtype, what is known of the ids, its place in the model."""
 
     scope: Scope
     sizes: Sizes
     width: int
     dtype: jnp.dtype
+    lexicon: Lexicon = Lexicon()
 
     def table(
         self,
