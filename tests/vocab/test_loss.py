@@ -12,13 +12,9 @@ from meshes import EVERYWHERE, SOME, layout_of, put
 
 from vocabjax.mesh import Layout
 from vocabjax.vocab.interfaces import Loss, Objective
-from vocabjax.vocab.loss import (
-    Scoring,
-    linear_cross_entropy,
-    linear_logits,
-    linear_nll,
-    reference_cross_entropy,
-)
+from vocabjax.vocab.loss import linear_cross_entropy, reference_cross_entropy
+from vocabjax.vocab.per_token import per_token
+from vocabjax.vocab.scores import Scoring, linear_logits
 from vocabjax.vocab.sizes import Sizes
 
 # With `MULTIPLE` = 2 every layout has padding, and on eight shards of rows the last holds nothing but padding.
@@ -245,7 +241,7 @@ def test_logits_are_a_distribution_over_the_allowed_ids(name):
     def run(h, table, bias, targets, _):
         return (
             linear_logits(scoring, h, table, bias),
-            linear_nll(scoring, 5, h, table, targets, bias_V=bias),
+            -per_token(scoring, 5, h, table, targets, bias_V=bias).log_p,
         )
 
     z_BTV, nll_BT = (np.asarray(x) for x in run(*problem.put(layout)))

@@ -36,8 +36,8 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     TrunkShape,
 )
+from vocabjax.vocab.labels import label_weights
 from vocabjax.vocab.lexicon import Lexicon
-from vocabjax.vocab.loss import label_weights
 from vocabjax.vocab.rules import require_pair
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import lookup

@@ -1,16 +1,13 @@
 """Cross-entropy of a linear head over a row-sharded vocabulary, without [B, T, V].
 
-    u = scale · (h · tableᵀ) + bias         z = cap · tanh(u / cap)         z = −inf where an id may not be predicted
-    objective = (1−ε)(lse − z_target) + ε (lse − mean_allowed z) + λ lse²   lse = log Σ exp z
+    objective = (1−ε)(lse − z_target) + ε (lse − mean_allowed z) + λ lse²   lse = log Σ exp z, z the scores of `scores.py`
     total     = Σ weight · objective / normaliser
 
 Tokens go through in chunks; while a chunk's logits exist, its gradients are taken too ("gradient in forward": three
-matrix products instead of the four of recomputation). Per chunk the vocabulary shards exchange four numbers per token
-(maximum, sum of exponentials, target score, sum of scores); the reductions of dh and dtable stand outside the loop.
+matrix products instead of the four of recomputation); the reductions of dh and dtable stand outside the loop.
 Since the gradients are those of one scalar, only `total` is differentiable, and only in h, table and bias.
 
-Source: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053, section 3) for the sharding; z-loss from PaLM
-(arXiv:2204.02311, section 5).
+Source of z-loss: PaLM (arXiv:2204.02311, section 5).
 """
 
 import functools
@@ -18,62 +15,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vocabjax.ids import IGNORE
-from vocabjax.mesh import Layout
 from vocabjax.vocab.interfaces import Loss, Objective
+from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, valid_labels
+from vocabjax.vocab.scores import (
+    ChunkStatistics,
+    Scoring,
+    allowed_rows,
+    chunk_statistics,
+    cut_chunks,
+    local_scores,
+)
 from vocabjax.vocab.sizes import Sizes
-from vocabjax.vocab.table import TokenAxes, row_start
-
-LOWEST = -1e30  # a finite running maximum: a shard of padding alone has no score
-
-
-class Scoring(NamedTuple):
-    """Static settings of a linear head: what turns h · tableᵀ into scores."""
-
-    layout: Layout
-    sizes: Sizes
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-# Jitted: called eagerly, a `shard_map` would compile anew each time.
-@functools.partial(jax.jit, static_argnames="scoring")
-def linear_logits(
-    scoring: Scoring, h_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None
-) -> jax.Array:
-    """float32 scores [B, T, Vp], sharded over the vocabulary; −inf where an id may not be predicted.
-
-    Args:
-      h_BTD: hidden states; their dtype is that of the product's operands.
-      table_VD: [Vp, D]; bias_V: [Vp] or None.
-    """
-    layout = scoring.layout
-    axes = TokenAxes.of(layout)
-    h_BTD = layout.place(h_BTD, "batch", "seq", None)
-    tokens = [
-        tuple(axis for axis in layout.axes(name) if axis not in axes.rows)
-        for name in ("batch", "seq")
-    ]
-
-    def local(h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None) -> jax.Array:
-        h = axes.gather(h)
-        z, _ = _scores(scoring, axes, h, table_RD.astype(h.dtype), bias_R)
-        return z
-
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(
-            axes.spec,
-            layout.spec("vocab", None),
-            layout.spec("vocab"),
-        ),
-        out_specs=PartitionSpec(tokens[0] or None, tokens[1] or None, axes.rows or None),
-    )(h_BTD, table_VD, bias_V)
+from vocabjax.vocab.table import TokenAxes
 
 
 @functools.partial(jax.jit, static_argnames=("scoring", "objective"))
@@ -109,59 +65,9 @@ def linear_cross_entropy(
     total, nll, z = _cross_entropy(
         scoring,
         objective,
-        _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, _inverse(divisor)),
+        _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse_or_zero(divisor)),
     )
-    return Loss(total, nll, z, weight, *_count_labels(scoring.sizes, targets_BT))
-
-
-@functools.partial(jax.jit, static_argnames=("scoring", "chunk"))
-def linear_nll(
-    scoring: Scoring,
-    chunk: int,
-    h_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    *,
-    bias_V: jax.Array | None = None,
-) -> jax.Array:
-    """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid. For evaluation; not differentiable."""
-    layout = scoring.layout
-    axes = TokenAxes.of(layout)
-
-    def local(
-        h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None, targets: jax.Array
-    ) -> jax.Array:
-        h, gathered = axes.gather(h), axes.gather(targets)
-        table_RD = table_RD.astype(h.dtype)
-
-        def body(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
-            h_CD, t_C = part
-            z_CR, _slope = _scores(scoring, axes, h_CD, table_RD, bias_R)
-            at = _statistics(axes, scoring.sizes, z_CR, t_C)
-            return None, at.log_sum - at.target
-
-        pieces = _chunks(chunk, h, gathered)
-        _, nll = lax.scan(body, None, pieces)
-        nll = nll.reshape(-1)[: gathered.size].reshape(gathered.shape)
-        return jnp.where(valid_labels(scoring.sizes, targets), axes.keep(nll), 0)
-
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(
-            axes.spec,
-            layout.spec("vocab", None),
-            layout.spec("vocab"),
-            axes.spec,
-        ),
-        out_specs=axes.spec,
-        check_vma=False,
-    )(
-        layout.place(h_BTD, "batch", "seq", None),
-        table_VD,
-        bias_V,
-        layout.place(targets_BT, "batch", "seq"),
-    )
+    return Loss(total, nll, z, weight, *count_labels(scoring.sizes, targets_BT))
 
 
 def reference_cross_entropy(
@@ -191,113 +97,17 @@ def reference_cross_entropy(
     total_BT = (1 - epsilon) * nll_BT + epsilon * smooth_BT + objective.z_loss * z2_BT
     weight = weight_BT.sum()
     return Loss(
-        (weight_BT * total_BT).sum() * _inverse(weight if normalizer is None else normalizer),
+        (weight_BT * total_BT).sum()
+        * inverse_or_zero(weight if normalizer is None else normalizer),
         (weight_BT * nll_BT).sum(),
         (weight_BT * z2_BT).sum(),
         weight,
-        *_count_labels(sizes, targets_BT),
-    )
-
-
-def valid_labels(sizes: Sizes, targets_BT: jax.Array) -> jax.Array:
-    """bool [B, T]: labels that may be predicted."""
-    is_id_BT = (targets_BT >= 0) & (targets_BT < sizes.logical)
-    if not sizes.banned:
-        return is_id_BT
-    # A comparison that is reduced as it is made: unlike a lookup it needs no sharding to be stated.
-    is_banned_BTK = targets_BT[..., None] == jnp.asarray(sizes.banned, jnp.int32)
-    return is_id_BT & ~is_banned_BTK.any(-1)
-
-
-def _count_labels(sizes: Sizes, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 scalars: labels that may be predicted, and those that are neither that nor −100."""
-    is_valid_BT = valid_labels(sizes, targets_BT)
-    invalid = ((targets_BT != IGNORE) & ~is_valid_BT).sum()
-    return is_valid_BT.sum().astype(jnp.float32), invalid.astype(jnp.float32)
-
-
-def _inverse(divisor: jax.Array) -> jax.Array:
-    """1 / divisor, and 0 for 0."""
-    return jnp.where(divisor == 0, 0.0, 1 / jnp.where(divisor == 0, 1.0, divisor))
-
-
-def label_weights(
-    sizes: Sizes, targets_BT: jax.Array, weights_BT: jax.Array | None = None
-) -> jax.Array:
-    """float32 [B, T]: the weight of each token, 0 where its label is not valid (even if the weight is NaN there)."""
-    weights = 1.0 if weights_BT is None else weights_BT.astype(jnp.float32)
-    return jnp.where(valid_labels(sizes, targets_BT), weights, 0.0)
-
-
-class _Statistics(NamedTuple):
-    """Per token. All but `top` are relative to `top`: what the scores have in common cancels before it can round."""
-
-    top: jax.Array  # the highest score
-    log_sum: jax.Array  # lse − top
-    target: jax.Array  # the target's score − top
-    mean: jax.Array  # the mean of the allowed scores − top
-    row: jax.Array  # the target's row on this device, or out of range
-
-
-def _scores(
-    scoring: Scoring,
-    axes: TokenAxes,
-    h: jax.Array,
-    table_RD: jax.Array,
-    bias_R: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Masked float32 scores of this device's rows [..., R], and dz/du."""
-    u = jnp.einsum("...d,rd->...r", h, table_RD, preferred_element_type=jnp.float32) * scoring.scale
-    if bias_R is not None:
-        u = u + bias_R
-    slope = jnp.float32(1.0)
-    if scoring.softcap is not None:
-        unit = jnp.tanh(u / scoring.softcap)
-        u, slope = scoring.softcap * unit, 1 - unit**2
-    return jnp.where(_allowed(scoring.sizes, axes, table_RD.shape[0]), u, -jnp.inf), slope
-
-
-def _allowed(sizes: Sizes, axes: TokenAxes, rows: int) -> jax.Array:
-    """bool [R]: which of this device's rows may be predicted."""
-    start = row_start(axes.rows, rows)
-    return lax.dynamic_slice_in_dim(jnp.asarray(sizes.allowed_V), start, rows)
-
-
-def _statistics(
-    axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array
-) -> _Statistics:
-    rows = z_CR.shape[-1]
-    row_C = targets_C - row_start(axes.rows, rows)
-    is_here_C = (row_C >= 0) & (row_C < rows)
-    row_C = jnp.where(is_here_C, row_C, rows)
-    target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, row_C, 0)[:, None], axis=-1)[:, 0]
-    highest_C = jnp.maximum(z_CR.max(-1), LOWEST)
-    centred_CR = z_CR - highest_C[:, None]
-    stacked = jnp.stack(
-        [
-            highest_C,
-            jnp.exp(centred_CR).sum(-1),
-            jnp.where(is_here_C, target_C, 0),
-            jnp.where(jnp.isfinite(z_CR), centred_CR, 0).sum(-1),
-        ]
-    )
-    # One collective, of four numbers per token.
-    stacked = lax.all_gather(stacked, axes.rows, axis=0) if axes.rows else stacked[None]
-    highest, sums, targets, scores = jnp.moveaxis(stacked, 1, 0)
-    top_C = highest.max(0)
-    below_SC = highest - top_C  # S: shards of rows
-    allowed_S1 = sizes.allowed_V.reshape(-1, rows).sum(1, dtype=np.float32, keepdims=True)
-    return _Statistics(
-        top_C,
-        jnp.log((sums * jnp.exp(below_SC)).sum(0)),
-        targets.sum(0) - top_C,
-        (scores + allowed_S1 * below_SC).sum(0) / sizes.predictable,
-        row_C,
+        *count_labels(sizes, targets_BT),
     )
 
 
 def _score_gradients(
-    objective: Objective, sizes: Sizes, z_CR: jax.Array, at: _Statistics
+    objective: Objective, sizes: Sizes, z_CR: jax.Array, at: ChunkStatistics
 ) -> jax.Array:
     """d objective / dz: (1 + 2λ lse) p − (1−ε) [is the target] − ε / predictable."""
     p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
@@ -305,20 +115,6 @@ def _score_gradients(
     dz_CR = p_CR * (1 + 2 * objective.z_loss * (at.top + at.log_sum)[:, None])
     dz_CR -= jnp.where(is_target_CR, 1 - objective.label_smoothing, 0.0)
     return dz_CR - objective.label_smoothing / sizes.predictable
-
-
-def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[b, t, ...] → [chunks, C, ...], padded with zeros, for C ≤ chunk as even as possible."""
-    size = arrays[0].shape[0] * arrays[0].shape[1]
-    count = max(1, -(-size // chunk))
-    per_chunk = -(-size // count)
-
-    def cut(x: jax.Array) -> jax.Array:
-        flat = x.reshape(size, *x.shape[2:])
-        padding = [(0, count * per_chunk - size)] + [(0, 0)] * (flat.ndim - 1)
-        return jnp.pad(flat, padding).reshape(count, per_chunk, *x.shape[2:])
-
-    return tuple(cut(x) for x in arrays)
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
@@ -376,14 +172,14 @@ def _run(
         shape, dtype = h.shape, h.dtype
         cast_RD = table_RD.astype(dtype)
         rows = table_RD.shape[0]
-        allowed_R = _allowed(sizes, axes, rows)
+        allowed_R = allowed_rows(sizes, axes, rows)
 
         def body(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
             sums, gradients = carry
             h_CD, t_C, w_C = part
             h_CD = jnp.where(w_C[:, None] != 0, h_CD, 0)  # NaN where nothing counts must not spread
-            z_CR, slope_CR = _scores(scoring, axes, h_CD, cast_RD, bias_R)
-            at = _statistics(axes, sizes, z_CR, t_C)
+            z_CR, slope_CR = local_scores(scoring, axes, h_CD, cast_RD, bias_R)
+            at = chunk_statistics(axes, sizes, z_CR, t_C)
             lse_C, nll_C = at.top + at.log_sum, at.log_sum - at.target
             total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean)
             if z_loss:  # else lse² may overflow without harm
@@ -408,7 +204,7 @@ def _run(
         (sums, gradients), dh = lax.scan(
             body,
             (jnp.zeros(3, jnp.float32), zeros if with_gradients else None),
-            _chunks(objective.chunk, h, targets, weight),
+            cut_chunks(objective.chunk, h, targets, weight),
         )
         total, nll, z = lax.psum(sums, axes.only_tokens)
         if gradients is None or dh is None:

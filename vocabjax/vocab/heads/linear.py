@@ -23,7 +23,9 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     check_std,
 )
-from vocabjax.vocab.loss import Scoring, linear_cross_entropy, linear_logits, linear_nll
+from vocabjax.vocab.loss import linear_cross_entropy
+from vocabjax.vocab.per_token import per_token
+from vocabjax.vocab.scores import Scoring, linear_logits
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,14 @@ class MatrixHead(Head):
         )
 
     def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        return linear_nll(
+        return -per_token(
             self.scoring,
             self.objective.chunk,
             self.transform(shared, h_BTD),
             self._rows(shared),
             targets_BT,
             bias_V=self._bias(),
-        )
+        ).log_p
 
     def _rows(self, shared: Shared) -> jax.Array:
         return shared["table"] if self.table is None else self.table[...]

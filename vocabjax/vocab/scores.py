@@ -1,0 +1,148 @@
+"""Scores of a linear head over a row-sharded vocabulary, and what a softmax needs of them.
+
+    u = scale · (h · tableᵀ) + bias         z = cap · tanh(u / cap)         z = −inf where an id may not be predicted
+
+Per chunk of tokens the vocabulary shards exchange four numbers per token (maximum, sum of exponentials, target score, sum of
+scores), as in Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053, section 3).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from vocabjax.mesh import Layout
+from vocabjax.vocab.sizes import Sizes
+from vocabjax.vocab.table import TokenAxes, row_start
+
+LOWEST = -1e30  # a finite running maximum: a shard of padding alone has no score
+
+
+class Scoring(NamedTuple):
+    """Static settings of a linear head: what turns h · tableᵀ into scores."""
+
+    layout: Layout
+    sizes: Sizes
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+# Jitted: called eagerly, a `shard_map` would compile anew each time.
+@functools.partial(jax.jit, static_argnames="scoring")
+def linear_logits(
+    scoring: Scoring, h_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None
+) -> jax.Array:
+    """float32 scores [B, T, Vp], sharded over the vocabulary; −inf where an id may not be predicted.
+
+    Args:
+      h_BTD: hidden states; their dtype is that of the product's operands.
+      table_VD: [Vp, D]; bias_V: [Vp] or None.
+    """
+    layout = scoring.layout
+    axes = TokenAxes.of(layout)
+    h_BTD = layout.place(h_BTD, "batch", "seq", None)
+    tokens = [
+        tuple(axis for axis in layout.axes(name) if axis not in axes.rows)
+        for name in ("batch", "seq")
+    ]
+
+    def local(h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None) -> jax.Array:
+        h = axes.gather(h)
+        z, _ = local_scores(scoring, axes, h, table_RD.astype(h.dtype), bias_R)
+        return z
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(
+            axes.spec,
+            layout.spec("vocab", None),
+            layout.spec("vocab"),
+        ),
+        out_specs=PartitionSpec(tokens[0] or None, tokens[1] or None, axes.rows or None),
+    )(h_BTD, table_VD, bias_V)
+
+
+class ChunkStatistics(NamedTuple):
+    """Per token. All but `top` are relative to `top`: what the scores have in common cancels before it can round."""
+
+    top: jax.Array  # the highest score
+    log_sum: jax.Array  # lse − top
+    target: jax.Array  # the target's score − top
+    mean: jax.Array  # the mean of the allowed scores − top
+    row: jax.Array  # the target's row on this device, or out of range
+
+
+def local_scores(
+    scoring: Scoring,
+    axes: TokenAxes,
+    h: jax.Array,
+    table_RD: jax.Array,
+    bias_R: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Masked float32 scores of this device's rows [..., R], and dz/du."""
+    u = jnp.einsum("...d,rd->...r", h, table_RD, preferred_element_type=jnp.float32) * scoring.scale
+    if bias_R is not None:
+        u = u + bias_R
+    slope = jnp.float32(1.0)
+    if scoring.softcap is not None:
+        unit = jnp.tanh(u / scoring.softcap)
+        u, slope = scoring.softcap * unit, 1 - unit**2
+    return jnp.where(allowed_rows(scoring.sizes, axes, table_RD.shape[0]), u, -jnp.inf), slope
+
+
+def allowed_rows(sizes: Sizes, axes: TokenAxes, rows: int) -> jax.Array:
+    """bool [R]: which of this device's rows may be predicted."""
+    start = row_start(axes.rows, rows)
+    return lax.dynamic_slice_in_dim(jnp.asarray(sizes.allowed_V), start, rows)
+
+
+def chunk_statistics(
+    axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array
+) -> ChunkStatistics:
+    rows = z_CR.shape[-1]
+    row_C = targets_C - row_start(axes.rows, rows)
+    is_here_C = (row_C >= 0) & (row_C < rows)
+    row_C = jnp.where(is_here_C, row_C, rows)
+    target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, row_C, 0)[:, None], axis=-1)[:, 0]
+    highest_C = jnp.maximum(z_CR.max(-1), LOWEST)
+    centred_CR = z_CR - highest_C[:, None]
+    stacked = jnp.stack(
+        [
+            highest_C,
+            jnp.exp(centred_CR).sum(-1),
+            jnp.where(is_here_C, target_C, 0),
+            jnp.where(jnp.isfinite(z_CR), centred_CR, 0).sum(-1),
+        ]
+    )
+    # One collective, of four numbers per token.
+    stacked = lax.all_gather(stacked, axes.rows, axis=0) if axes.rows else stacked[None]
+    highest, sums, targets, scores = jnp.moveaxis(stacked, 1, 0)
+    top_C = highest.max(0)
+    below_SC = highest - top_C  # S: shards of rows
+    allowed_S1 = sizes.allowed_V.reshape(-1, rows).sum(1, dtype=np.float32, keepdims=True)
+    return ChunkStatistics(
+        top_C,
+        jnp.log((sums * jnp.exp(below_SC)).sum(0)),
+        targets.sum(0) - top_C,
+        (scores + allowed_S1 * below_SC).sum(0) / sizes.predictable,
+        row_C,
+    )
+
+
+def cut_chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[b, t, ...] → [chunks, C, ...], padded with zeros, for C ≤ chunk as even as possible."""
+    size = arrays[0].shape[0] * arrays[0].shape[1]
+    count = max(1, -(-size // chunk))
+    per_chunk = -(-size // count)
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(size, *x.shape[2:])
+        padding = [(0, count * per_chunk - size)] + [(0, 0)] * (flat.ndim - 1)
+        return jnp.pad(flat, padding).reshape(count, per_chunk, *x.shape[2:])
+
+    return tuple(cut(x) for x in arrays)
