@@ -200,7 +200,11 @@ class Layout:
 
     def place(self, x: jax.Array, *logical: str | None) -> jax.Array:
         """Brings an array to the sharding of these logical axes; differentiable. On automatic meshes, a constraint."""
-        sharding = self.sharding(*logical)
+        return self.place_as(x, self.spec(*logical))
+
+    def place_as(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """`place`, for a partition that is known already."""
+        sharding = NamedSharding(self.mesh, spec)
         if self.explicit:
             return jax.sharding.reshard(x, sharding)
         return jax.lax.with_sharding_constraint(x, sharding)
@@ -243,6 +247,14 @@ class Layout:
             raise UserError(
                 f"{what} = {size} does not divide over the {shards} shards of {logical!r} on mesh "
                 f"{_show(self.mesh.shape)}; use {fit}, another --mesh, or replicate it with --rules {logical}="
+            )
+
+    def require_whole(self, logical: str, why: str) -> None:
+        """Raises UserError where a logical axis is cut that must not be."""
+        if self.shards(logical) > 1:
+            raise UserError(
+                f"{why}, so {logical!r} cannot be cut into the {self.shards(logical)} shards of mesh "
+                f"{_show(self.mesh.shape)}; replicate it with --rules {logical}="
             )
 
     def require_used(self) -> None:

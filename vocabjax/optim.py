@@ -148,7 +148,11 @@ def assign(config: OptimConfig, infos: Iterable[ParamInfo]) -> dict[str, str]:
                 f"parameter {info.path} is matched by the groups {' and '.join(map(repr, names))}; "
                 "narrow their patterns so that one matches"
             )
-        labels[info.path] = names[0] if names else info.role
+        labels[info.path] = label = names[0] if names else info.role
+        if info.centred and groups[label].frozen:
+            raise UserError(
+                f"the group {label!r} freezes {info.path}, which vocab.head.centre moves after every step; unset one of them"
+            )
 
     used = set(labels.values())
     for named in config.groups:

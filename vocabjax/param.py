@@ -25,6 +25,7 @@ class ParamInfo(NamedTuple):
 
     Attributes:
       shape: as stored; `logical` without the rows that pad a table for its shards.
+      centred: whether its mean row is subtracted from all rows after every step.
     """
 
     path: str
@@ -33,6 +34,7 @@ class ParamInfo(NamedTuple):
     axes: Axes
     role: Role
     logical: tuple[int, ...]
+    centred: bool = False
 
 
 @functools.cache  # equal initialisers compile once
@@ -157,6 +159,7 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
             metadata["axes"],
             metadata["role"],
             metadata["logical"],
+            metadata.get("centred", False),
         )
     return infos
 

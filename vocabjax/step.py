@@ -12,6 +12,7 @@ from vocabjax.data import Batch
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
 from vocabjax.optim import gradient_norm, state_shardings
+from vocabjax.paths import path_of
 from vocabjax.vocab.interfaces import Loss, Tokens
 
 Arrays = dict[str, jax.Array]  # a batch: ids, targets, segment, position
@@ -91,6 +92,20 @@ def trace(
     jax.eval_shape(make_step(blueprint, optimizer), abstract_state(blueprint, optimizer), batch)
 
 
+def _centred(blueprint: Blueprint, params: Params) -> Params:
+    """Subtracts the mean row where a head asks for it; padding stays zero."""
+
+    def centre(key_path: Any, table_RD: jax.Array) -> jax.Array:
+        info = blueprint.infos[path_of(key_path)]
+        if not info.centred:
+            return table_RD
+        rows, layout = info.logical[0], blueprint.layout
+        is_row_R1 = layout.place(jnp.arange(len(table_RD))[:, None] < rows, "vocab", None)
+        return jnp.where(is_row_R1, table_RD - table_RD.sum(0) / rows, 0)
+
+    return jax.tree.map_with_path(centre, params)
+
+
 def make_step(
     blueprint: Blueprint, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Arrays], tuple[State, Metrics]]:
@@ -134,7 +149,7 @@ def make_step(
             total, gradients = total + penalty, jax.tree.map(jnp.add, gradients, more)
 
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = _centred(blueprint, optax.apply_updates(state.params, updates))
         weight = jnp.where(loss.weight == 0, 1, loss.weight)
         metrics = Metrics(
             total,

@@ -5,7 +5,6 @@ loss  = vocab.loss(h_BTD, targets_BT)         predict, without [B, T, V]
 z_BTV = vocab.logits(h_BTD)                   predict, for evaluation and sampling
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,7 +37,7 @@ from vocabjax.vocab.interfaces import (
 )
 from vocabjax.vocab.labels import label_weights
 from vocabjax.vocab.lexicon import Lexicon
-from vocabjax.vocab.rules import require_pair
+from vocabjax.vocab.rules import require_objective, require_pair
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import lookup
 
@@ -83,16 +82,7 @@ class VocabConfig:
                     f"VocabConfig: {part!r} is no {kind.__name__}, such as head=TiedHead()"
                 )
             part.check()
-        objective = self.objective
-        if not 0 <= objective.label_smoothing < 1:
-            raise UserError(
-                f"vocab.objective.label_smoothing = {objective.label_smoothing} must be in [0, 1)"
-            )
-        if not 0 <= objective.z_loss < math.inf or objective.chunk < 1:
-            raise UserError(
-                f"vocab.objective: z_loss = {objective.z_loss} must be finite and not negative, and chunk = {objective.chunk} "
-                "must be at least 1"
-            )
+        self.objective.check()
 
 
 class Vocab(nnx.Module):
@@ -152,6 +142,7 @@ class Vocab(nnx.Module):
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
         require_pair(config.input, config.head, self.input.shared(), config.width)
+        require_objective(config.head, config.objective, config.input, self.input.shared())
         self.head = config.head.build(context("head"), config.objective, self.input)
         self.memories: nnx.List[Memory] = nnx.List([])
         for index, memory in enumerate(config.memories):
@@ -160,6 +151,8 @@ class Vocab(nnx.Module):
                     "memories attach to a trunk: give Vocab its shape, trunk=TrunkShape(…)"
                 )
             self.memories.append(memory.build(context("memories", str(index)), trunk))
+        if self.history:
+            self.layout.require_whole("seq", "the vocabulary reads the ids of earlier positions")
         if owner:
             param_infos(self)  # refuses a Param stored twice
 

@@ -71,9 +71,9 @@ class Loss(NamedTuple):
     """float32 scalars. Only `total` is differentiable; the sums are over all tokens of all shards.
 
     Attributes:
-      total: (Σ weight · objective) / normaliser; the objective is the cross-entropy with smoothing and z-loss.
-      nll: Σ weight · (−log p(target)), in nats, without smoothing and z-loss.
-      z: Σ weight · lse², without its coefficient.
+      total: (Σ weight · objective) / normaliser; the objective is the cross-entropy and all that `Objective` adds to it.
+      nll: Σ weight · (−log p(target)), in nats, without any of that.
+      z: Σ weight · lse², without its coefficient; 0 for heads whose scores are normalised.
       weight: Σ weight over valid labels.
       tokens: number of valid labels.
       invalid: number of labels that are neither predictable nor −100; they are left out of everything else.
@@ -94,12 +94,45 @@ class Objective:
     Attributes:
       z_loss: weight of lse² per token (0: exactly the cross-entropy).
       label_smoothing: ε; the target distribution is (1−ε) one-hot + ε uniform over the predictable ids.
+      augmented: α of the augmented loss: α · KL(ỹ‖ŷ) is added, ŷ = softmax(z/τ), and ỹ = softmax(E·E[target]/τ) from the input's
+        table E (Inan et al. 2016, arXiv:1611.01462, section 3).
+      temperature: τ of the augmented loss.
+      augmented_targets: whether its gradient flows into E through ỹ too (the paper holds ỹ fixed).
+      future: further tokens of the document that are predicted too, from h·F_j, by the same table: over-decoding
+        (arXiv:2501.16975). How h is turned to them is our reading.
+      future_weight: of the cross-entropy of each of them.
       chunk: tokens per device whose logits exist at one time.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    augmented: float = 0.0
+    temperature: float = 1.0
+    augmented_targets: bool = False
+    future: int = 0
+    future_weight: float = 0.1
     chunk: int = 1024
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(
+                f"vocab.objective.label_smoothing = {self.label_smoothing} must be in [0, 1)"
+            )
+        for name in ("z_loss", "augmented", "future_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(
+                    f"vocab.objective.{name} = {getattr(self, name)} must be finite and not negative"
+                )
+        if not 0 < self.temperature < math.inf:
+            raise UserError(
+                f"vocab.objective.temperature = {self.temperature} must be positive and finite"
+            )
+        for name, least in (("chunk", 1), ("future", 0)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"vocab.objective.{name} = {getattr(self, name)} must be at least {least}"
+                )
 
 
 class TrunkShape(NamedTuple):
@@ -284,6 +317,9 @@ class InputConfig(PartConfig):
 class HeadConfig(PartConfig):
     tied: ClassVar[bool]  # scores against what the input lends
     needs: ClassVar[tuple[str, ...]] = ()  # what the input must lend for that
+    honours: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # fields of `Objective` beside `chunk` that its loss knows
 
     @abc.abstractmethod
     def build(self, context: Context, objective: Objective, input: Input) -> Head:

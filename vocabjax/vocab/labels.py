@@ -17,6 +17,14 @@ def valid_labels(sizes: Sizes, targets_BT: jax.Array) -> jax.Array:
     return is_id_BT & ~is_banned_BTK.any(-1)
 
 
+def where_counted(
+    sizes: Sizes, h_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array | None
+) -> jax.Array:
+    """Hidden states, and 0 where nothing counts: what is not finite there must not spread."""
+    is_counted_BT = label_weights(sizes, targets_BT, weights_BT) != 0
+    return jnp.where(is_counted_BT[..., None], h_BTD, 0)
+
+
 def count_labels(sizes: Sizes, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32 scalars: labels that may be predicted, and those that are neither that nor −100."""
     is_valid_BT = valid_labels(sizes, targets_BT)

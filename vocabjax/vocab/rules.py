@@ -1,7 +1,7 @@
 """Which parts may be combined, which may not, and why: the only place that says so."""
 
 from vocabjax.errors import UserError
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Shared
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Objective, Shared
 
 
 def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int) -> None:
@@ -26,4 +26,25 @@ def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int)
         raise UserError(
             f"{pair}: the head scores hidden states of width {width}, but the input's rows have width "
             f"{lent['table'].shape[-1]}; use a head that projects them (factorized_tied, albert), or an untied head"
+        )
+
+
+def require_objective(
+    head: HeadConfig, objective: Objective, input: InputConfig, lent: Shared
+) -> None:
+    """Refuses an objective that this head's loss does not define.
+
+    Raises:
+      UserError: names the setting, the head, and what to use instead.
+    """
+    for name in ("z_loss", "label_smoothing", "augmented", "future"):
+        if getattr(objective, name) and name not in head.honours:
+            raise UserError(
+                f"vocab.objective.{name} = {getattr(objective, name)} is not defined for vocab.head of kind {head.kind!r}; "
+                "set it to 0, or use a head of one softmax (tied, untied, …)"
+            )
+    if objective.augmented and "table" not in lent:
+        raise UserError(
+            f"vocab.objective.augmented needs the input's table, which vocab.input of kind {input.kind!r} does not lend; set "
+            "it to 0, or use an input that lends one (full)"
         )

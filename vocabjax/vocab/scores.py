@@ -45,10 +45,6 @@ def linear_logits(
     layout = scoring.layout
     axes = TokenAxes.of(layout)
     h_BTD = layout.place(h_BTD, "batch", "seq", None)
-    tokens = [
-        tuple(axis for axis in layout.axes(name) if axis not in axes.rows)
-        for name in ("batch", "seq")
-    ]
 
     def local(h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None) -> jax.Array:
         h = axes.gather(h)
@@ -63,8 +59,17 @@ def linear_logits(
             layout.spec("vocab", None),
             layout.spec("vocab"),
         ),
-        out_specs=PartitionSpec(tokens[0] or None, tokens[1] or None, axes.rows or None),
+        out_specs=score_spec(layout),
     )(h_BTD, table_VD, bias_V)
+
+
+def score_spec(layout: Layout) -> PartitionSpec:
+    """The partition of scores [B, T, Vp]: axes that shard both tokens and rows shard the vocabulary here."""
+    rows = layout.axes("vocab")
+    batch, seq = (
+        tuple(axis for axis in layout.axes(name) if axis not in rows) for name in ("batch", "seq")
+    )
+    return PartitionSpec(batch or None, seq or None, rows or None)
 
 
 class ChunkStatistics(NamedTuple):

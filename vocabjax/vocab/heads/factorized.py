@@ -29,7 +29,7 @@ class FactorizedHead(TiedHead):
     needs: ClassVar[tuple[str, ...]] = ("table", "projection")
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        return Factorized(self, context, objective, input.shared()["table"].shape[-1])
+        return Factorized(self, context, objective, input, input.shared()["table"].shape[-1])
 
 
 class Factorized(MatrixHead):
@@ -48,15 +48,15 @@ class AlbertHead(TiedHead):
     needs: ClassVar[tuple[str, ...]] = ("table", "projection")
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        return Albert(self, context, objective, input.shared()["table"].shape[-1])
+        return Albert(self, context, objective, input)
 
 
 class Albert(MatrixHead):
     def __init__(
-        self, config: AlbertHead, context: Context, objective: Objective, width: int
+        self, config: AlbertHead, context: Context, objective: Objective, input: Input
     ) -> None:
-        super().__init__(config, context, objective, width)
-        D, E, scope = context.width, width, context.scope
+        D, E, scope = context.width, input.shared()["table"].shape[-1], context.scope
+        super().__init__(config, context, objective, input, E)
         self.dense = scope.param("dense", (D, E), (None, None), "matrix", normal(D**-0.5))
         self.dense_bias = scope.param("dense_bias", (E,), (None,), "vector", zeros)
         self.norm = LayerNorm(scope / "norm", E)

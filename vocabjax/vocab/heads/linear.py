@@ -1,17 +1,24 @@
 """Heads of one matrix: scores = cap(scale · h·tableᵀ + bias).
 
 Tied (Press & Wolf 2016, arXiv:1608.05859): the table is the input's, handed over at each call. Untied: a table of its own.
-The two differ in nothing else. Parameters: 0 tied, V·D untied (+ V with a bias). Soft cap: Gemma 2 (arXiv:2408.00118).
+The two differ in nothing else. Parameters: 0 tied, V·D untied (+ V with a bias, + D² per `Objective.future` token).
+Soft cap: Gemma 2 (arXiv:2408.00118). Centred rows and the penalty on their mean μ: arXiv:2601.02031.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from vocabjax.errors import UserError
-from vocabjax.param import matrix_flops, zeros
+from vocabjax.ids import IGNORE
+from vocabjax.mesh import Layout
+from vocabjax.param import matrix_flops, normal, zeros
+from vocabjax.vocab.augmented import augmented_kl
 from vocabjax.vocab.interfaces import (
     Context,
     Head,
@@ -24,8 +31,9 @@ from vocabjax.vocab.interfaces import (
     check_std,
 )
 from vocabjax.vocab.loss import linear_cross_entropy
-from vocabjax.vocab.per_token import per_token
+from vocabjax.vocab.per_token import nll_loss, per_token
 from vocabjax.vocab.scores import Scoring, linear_logits
+from vocabjax.vocab.table import lookup
 
 
 @dataclass(frozen=True)
@@ -36,20 +44,31 @@ class LinearHead(HeadConfig):
       bias: an output bias of V entries, initially 0.
       scale: multiplies h·tableᵀ.
       softcap: cap · tanh(z / cap); None: no cap.
+      centre: subtract the mean row from the table after every step.
+      mean_penalty: γ; γ‖μ‖² is added to the loss once per step, μ the mean row.
     """
 
+    honours: ClassVar[frozenset[str]] = frozenset(
+        ["z_loss", "label_smoothing", "augmented", "future"]
+    )
     bias: bool = False
     scale: float = 1.0
     softcap: float | None = None
+    centre: bool = False
+    mean_penalty: float = 0.0
 
     def check(self) -> None:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise UserError(f"vocab.head.softcap = {self.softcap} must be positive, or None")
         if not 0 < abs(self.scale) < math.inf:
             raise UserError(f"vocab.head.scale = {self.scale} must be finite and not zero")
+        if not 0 <= self.mean_penalty < math.inf:
+            raise UserError(
+                f"vocab.head.mean_penalty = {self.mean_penalty} must be finite and not negative"
+            )
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        return MatrixHead(self, context, objective)
+        return MatrixHead(self, context, objective, input)
 
 
 @dataclass(frozen=True)
@@ -82,10 +101,17 @@ class MatrixHead(Head):
     """Scores of transform(h) against rows of width E; E = D, and the transform the identity, unless a subclass says so."""
 
     def __init__(
-        self, config: LinearHead, context: Context, objective: Objective, width: int | None = None
+        self,
+        config: LinearHead,
+        context: Context,
+        objective: Objective,
+        input: Input,
+        width: int | None = None,
     ) -> None:
-        self.scoring = Scoring(context.scope.layout, context.sizes, config.scale, config.softcap)
+        layout, sizes, scope = context.scope.layout, context.sizes, context.scope
+        self.scoring = Scoring(layout, sizes, config.scale, config.softcap)
         self.objective = objective
+        self.mean_penalty = config.mean_penalty
         self.trunk_width = context.width
         self.width = context.width if width is None else width
         self.table = (
@@ -94,15 +120,18 @@ class MatrixHead(Head):
             else None
         )
         self.bias = (
-            context.scope.param(
-                "bias",
-                (context.sizes.padded,),
-                ("vocab",),
-                "vector",
-                zeros,
-                rows=context.sizes.logical,
-            )
+            scope.param("bias", (sizes.padded,), ("vocab",), "vector", zeros, rows=sizes.logical)
             if config.bias
+            else None
+        )
+        if config.centre:
+            (input.table if self.table is None else self.table).set_metadata(centred=True)
+        D, F = context.width, objective.future
+        if F:
+            layout.require_whole("seq", "vocab.objective.future looks at later positions")
+        self.future = (
+            scope.param("future", (F, D, D), (None, None, None), "matrix", normal(D**-0.5))
+            if F
             else None
         )
 
@@ -111,7 +140,8 @@ class MatrixHead(Head):
         return h_BTD
 
     def flops(self) -> int:
-        return 2 * self.scoring.sizes.logical * self.width + matrix_flops(self)
+        passes = 1 + self.objective.future
+        return 2 * self.scoring.sizes.logical * self.width * passes + matrix_flops(self)
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         h_BTE = self.transform(shared, h_BTD)
@@ -126,16 +156,49 @@ class MatrixHead(Head):
         normalizer: jax.Array | None,
         tokens: Tokens | None,
     ) -> Loss:
-        return linear_cross_entropy(
-            self.scoring,
-            self.objective,
-            self.transform(shared, h_BTD),
-            self._rows(shared),
-            targets_BT,
-            weights_BT,
-            bias_V=self._bias(),
-            normalizer=normalizer,
+        objective, rows = self.objective, self._rows(shared)
+        entropy = functools.partial(
+            linear_cross_entropy, self.scoring, table_VD=rows, bias_V=self._bias()
         )
+        h_BTE = self.transform(shared, h_BTD)
+        loss = entropy(
+            objective, h_BTE, targets_BT=targets_BT, weights_BT=weights_BT, normalizer=normalizer
+        )
+        normalizer = loss.weight if normalizer is None else normalizer
+        if objective.augmented:
+            table = shared["table"]
+            if not objective.augmented_targets:
+                table = lax.stop_gradient(table)
+            kl_BT = augmented_kl(
+                self.scoring,
+                objective,
+                h_BTE,
+                rows,
+                self._bias(),
+                lookup(
+                    self.scoring.layout,
+                    table,
+                    targets_BT,
+                    logical=self.scoring.sizes.logical,
+                    dtype=h_BTE.dtype,
+                ),
+                table,
+                targets_BT,
+            )
+            more = nll_loss(self.scoring.sizes, kl_BT, targets_BT, weights_BT, normalizer)
+            loss = loss._replace(total=loss.total + objective.augmented * more.total)
+        if self.future is not None:
+            for ahead in range(1, objective.future + 1):
+                h_BTE = self.transform(shared, self._ahead(h_BTD, ahead))
+                more = entropy(
+                    Objective(chunk=objective.chunk),
+                    h_BTE,
+                    targets_BT=_shifted(self.scoring.layout, targets_BT, tokens, ahead),
+                    weights_BT=weights_BT,
+                    normalizer=normalizer,
+                )
+                loss = loss._replace(total=loss.total + objective.future_weight * more.total)
+        return loss
 
     def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         return -per_token(
@@ -147,8 +210,32 @@ class MatrixHead(Head):
             bias_V=self._bias(),
         ).log_p
 
+    def penalty(self, shared: Shared) -> jax.Array | None:
+        if not self.mean_penalty:
+            return None
+        mean_E = self._rows(shared).sum(0) / self.scoring.sizes.logical  # padding is zero
+        return self.mean_penalty * (mean_E**2).sum()
+
+    def _ahead(self, h_BTD: jax.Array, ahead: int) -> jax.Array:
+        assert self.future is not None
+        return jnp.einsum("btd,de->bte", h_BTD, self.future[...][ahead - 1].astype(h_BTD.dtype))
+
     def _rows(self, shared: Shared) -> jax.Array:
         return shared["table"] if self.table is None else self.table[...]
 
     def _bias(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]
+
+
+def _shifted(layout: Layout, targets_BT: jax.Array, tokens: Tokens | None, ahead: int) -> jax.Array:
+    """The label `ahead` positions later in the same document; −100 where there is none."""
+    edges = ((0, 0, 0), (-ahead, ahead, 0))
+
+    def later(x_BT: jax.Array, fill: int) -> jax.Array:
+        # Cropped and padded in one operation: slices of a batch of one row forget its sharding.
+        return lax.pad(layout.place(x_BT, "batch", "seq"), jnp.int32(fill), edges)
+
+    if tokens is None:
+        return later(targets_BT, IGNORE)
+    is_same_BT = later(tokens.segment_BT, -1) == tokens.segment_BT
+    return jnp.where(is_same_BT, later(targets_BT, IGNORE), IGNORE)

@@ -33,12 +33,14 @@ class LowRankHead(UntiedHead):
             raise UserError(f"vocab.head.rank = {self.rank} must be at least 1")
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        return LowRank(self, context, objective)
+        return LowRank(self, context, objective, input)
 
 
 class LowRank(MatrixHead):
-    def __init__(self, config: LowRankHead, context: Context, objective: Objective) -> None:
-        super().__init__(config, context, objective, config.rank)
+    def __init__(
+        self, config: LowRankHead, context: Context, objective: Objective, input: Input
+    ) -> None:
+        super().__init__(config, context, objective, input, config.rank)
         D, R = context.width, config.rank
         self.down = context.scope.param("down", (D, R), (None, None), "matrix", normal(D**-0.5))
 

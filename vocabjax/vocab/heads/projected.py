@@ -38,12 +38,14 @@ class ProjectedHead(TiedHead):
             )
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        return Projected(self, context, objective)
+        return Projected(self, context, objective, input)
 
 
 class Projected(MatrixHead):
-    def __init__(self, config: ProjectedHead, context: Context, objective: Objective) -> None:
-        super().__init__(config, context, objective)
+    def __init__(
+        self, config: ProjectedHead, context: Context, objective: Objective, input: Input
+    ) -> None:
+        super().__init__(config, context, objective, input)
         self.strength, self.squared = config.strength, config.squared
         self.projection = context.scope.param(
             "projection", (self.width, self.width), (None, None), "matrix", identity
@@ -53,6 +55,11 @@ class Projected(MatrixHead):
         return jnp.einsum("btd,de->bte", h_BTD, self.projection[...].astype(h_BTD.dtype))
 
     def penalty(self, shared: Shared) -> jax.Array:
+        of_the_mean = super().penalty(shared)
+        of_the_projection = self._projection_penalty()
+        return of_the_projection if of_the_mean is None else of_the_projection + of_the_mean
+
+    def _projection_penalty(self) -> jax.Array:
         square = (self.projection[...] ** 2).sum()
         if self.squared:
             return self.strength * square / 2
