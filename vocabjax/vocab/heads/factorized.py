@@ -5,8 +5,8 @@
     z = cap(scale · u·tableᵀ + bias)
 
 Parameters: 0, and D·E + E + 2E (+ V with a bias). Source of the second: ALBERT (Lan et al. 2019, arXiv:1909.11942) as implemented in
-Hugging Face transformers: dense, gelu (tanh form), LayerNorm, tied decoder with a bias. Its head is not the input's
-projection transposed; both are offered.
+Hugging Face transformers: dense, gelu (tanh form), LayerNorm (there with ε = 1e−12, here that of all norms), tied decoder with a
+bias. Its head is not the input's projection transposed; both are offered.
 """
 
 from dataclasses import dataclass

@@ -5,8 +5,9 @@
     ple_article    in layer l:  h ← h + (e_l·U_l) ⊙ FFN(h),  e = √P · table[id]
 
 The first is that of Gemma 3n and 4 as published in Hugging Face transformers (s_l, a learned scalar, in Gemma 4 only: `scalar`).
-Ids from its own, smaller vocabulary on read a zero row. The second is a gate on the FFN as the article on vocabulary
-design words it; P numbers cannot gate D, so it is given the projection U that makes it type-check.
+Ids from its own, smaller vocabulary on read a zero row (in transformers, the padding id's, which its training keeps zero). The
+second is a gate on the FFN as the article on vocabulary design words it; P numbers cannot gate D, so it is given the projection U
+that makes it type-check.
 
 Parameters: V'·L·P, and L·(3·D·P + P + D + 1) (P for C's norm once; gate, output and context 3·D·P) or L·P·D.
 """
