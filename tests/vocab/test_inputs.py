@@ -77,7 +77,7 @@ def build_rows(input: Any) -> np.ndarray:
 
 
 def test_albert_normalises_the_narrow_rows_and_transforms_the_hidden_state() -> None:
-    vocab = build(FactorizedTable(5, True, "layernorm"), AlbertHead(bias=True))
+    vocab = build(FactorizedTable(5, True, row_norm="layernorm"), AlbertHead(bias=True))
     e = host(vocab.input.table)[IDS_BT]
     normed = (e - e.mean(-1, keepdims=True)) / np.sqrt(e.var(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(
