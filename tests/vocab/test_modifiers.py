@@ -29,7 +29,7 @@ V, D = 23, 12
 IDS_BT = np.random.default_rng(0).integers(0, V, (4, 8)).astype(np.int32)
 KEY = jax.random.key(7, impl="threefry2x32")
 # Settings that a vocabulary this small needs.
-SMALL: dict[str, dict[str, Any]] = {"over_encoding": {"order": 2}}
+SMALL: dict[str, dict[str, Any]] = {"over_encoding": {"order": 2}, "adaptive": {"cutoffs": (3, 11)}}
 
 
 def build(input: InputConfig, head: Any = None) -> Vocab:
