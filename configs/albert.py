@@ -15,6 +15,8 @@ from .base import config as base
 config = replace(
     base,
     vocab=replace(
-        base.vocab, input=FactorizedTable(16, True, "layernorm"), head=AlbertHead(bias=True)
+        base.vocab,
+        input=FactorizedTable(16, True, row_norm="layernorm"),
+        head=AlbertHead(bias=True),
     ),
 )

@@ -38,6 +38,7 @@ from vocabjax.step import init_state, make_step, to_device, tokens_of
 from vocabjax.train import Setup, train
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
+from vocabjax.vocab.inputs.full import FullTable
 from vocabjax.vocab.interfaces import Objective
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,7 @@ def config_of(corpus: Path, *, head: Any = None, steps: int = 6, **settings: Any
         vocab=VocabConfig(
             width=16,
             multiple=1,
+            input=FullTable(dropout=0.1),  # so that what is dropped is the same everywhere, too
             head=head or UntiedHead(),
             objective=Objective(chunk=settings.pop("chunk", 16)),
         ),

@@ -107,15 +107,21 @@ def _centred(blueprint: Blueprint, params: Params) -> Params:
 
 
 def make_step(
-    blueprint: Blueprint, optimizer: optax.GradientTransformation
+    blueprint: Blueprint, optimizer: optax.GradientTransformation, seed: int = 0
 ) -> Callable[[State, Arrays], tuple[State, Metrics]]:
     """The jitted step; it consumes the state it is given.
 
     Its batch holds int32 arrays [A, B/A, T]: A microbatches. The loss is normalised by the weight of all of them, so A
     changes nothing but memory.
+
+    Args:
+      seed: of what is dropped; with the number of the step it decides that, so a resumed run drops the same.
     """
 
     def step(state: State, batch: Arrays) -> tuple[State, Metrics]:
+        # The implementation is stated: others draw differently under vmap, or when sharded.
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
+
         def gather(params: Params) -> Any:
             return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1)
 
@@ -124,8 +130,9 @@ def make_step(
         normalizer = blueprint.bind(state.params).vocab.weight(batch["targets"])
 
         def loss_fn(params: Params, rows: Any, part: Arrays) -> tuple[jax.Array, Loss]:
+            tokens = tokens_of(part)._replace(key=key)
             loss = blueprint.bind(params).loss(
-                tokens_of(part), part["targets"], rows=rows, normalizer=normalizer
+                tokens, part["targets"], rows=rows, normalizer=normalizer
             )
             return loss.total, loss
 

@@ -306,7 +306,7 @@ class _Trainer:
         self.setup, self.run, self.checkpoints, self.log = setup, run, checkpoints, log
         self.batches, self.state = batches, state
         self.resumed_at = int(state.step)
-        self.step_fn = make_step(setup.blueprint, setup.optimizer)
+        self.step_fn = make_step(setup.blueprint, setup.optimizer, setup.config.train.seed)
         self.evaluator = Evaluator(setup.blueprint, setup.dataset.counts_V)
         self.pending: tuple[int, Metrics, Batch] | None = None
         self.settled = self.resumed_at

@@ -1,6 +1,7 @@
 """Inputs that compose their rows, against float64 NumPy and Python integers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,21 +15,26 @@ from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.hashing import PRIME
 from vocabjax.vocab.heads.factorized import AlbertHead, FactorizedHead
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
+from vocabjax.vocab.inputs.adaptive import AdaptiveTable
 from vocabjax.vocab.inputs.factorized import FactorizedTable
 from vocabjax.vocab.inputs.hashed import CompositionalTable, HashTable
 from vocabjax.vocab.inputs.over_encoding import OverEncoding
 from vocabjax.vocab.interfaces import Tokens
+from vocabjax.vocab.lexicon import Lexicon
 
 V, D = 23, 12
 IDS_BT = np.random.default_rng(0).integers(0, V, (3, 7)).astype(np.int32)
 SEGMENT_BT = np.array([[0] * 7, [0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5, 6]], np.int32)
 
 
+COUNTS_V = np.random.default_rng(1).permutation(V)  # each another, so that ranks are unique
+
+
 def build(input: Any, head: Any = None, **changes: Any) -> Vocab:
     config = VocabConfig(
         size=V, width=D, multiple=4, input=input, head=head or UntiedHead(), **changes
     )
-    return Vocab(config, rngs=nnx.Rngs(0))
+    return Vocab(config, rngs=nnx.Rngs(0), lexicon=Lexicon(COUNTS_V))
 
 
 def tokens() -> Tokens:
@@ -77,7 +83,7 @@ def build_rows(input: Any) -> np.ndarray:
 
 
 def test_albert_normalises_the_narrow_rows_and_transforms_the_hidden_state() -> None:
-    vocab = build(FactorizedTable(5, True, "layernorm"), AlbertHead(bias=True))
+    vocab = build(FactorizedTable(5, True, row_norm="layernorm"), AlbertHead(bias=True))
     e = host(vocab.input.table)[IDS_BT]
     normed = (e - e.mean(-1, keepdims=True)) / np.sqrt(e.var(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(
@@ -126,6 +132,64 @@ def test_compositional_rows_are_products_and_all_different(remainders: int | Non
     assert len(np.unique(everything.round(6), axis=0)) == V
 
 
+@pytest.mark.parametrize(
+    ("cutoffs", "factor", "widths"),
+    [
+        ((5, 12), 4, (12, 3, 1)),
+        ((1, V - 1), 2, (12, 6, 3)),  # field report 21: bands of one id
+        ((2, 3, 4), 4, (12, 3, 1, 1)),  # never narrower than 1
+        ((), 4, (12,)),
+    ],
+)
+def test_adaptive_rows_are_of_the_band_of_their_rank(
+    cutoffs: tuple[int, ...], factor: int, widths: tuple[int, ...]
+) -> None:
+    vocab = build(AdaptiveTable(cutoffs, factor))
+    starts = (0, *cutoffs)
+    by_count = sorted(range(V), key=lambda v: -COUNTS_V[v])
+    expected = np.zeros((*IDS_BT.shape, D))
+    for place, id in np.ndenumerate(IDS_BT):
+        rank = by_count.index(id)
+        i = max(i for i, start in enumerate(starts) if start <= rank)
+        band = vocab.input.bands[i]
+        expected[place] = host(band.table)[rank - starts[i]] @ host(band.projection)
+    np.testing.assert_allclose(vocab.encode(IDS_BT), expected, rtol=1e-5, atol=1e-6)
+    sizes = np.diff([*starts, V])
+    assert count(vocab) == V * D + sum(
+        (n + D) * width for n, width in zip(sizes, widths, strict=True)
+    )
+    assert vocab.flops() == 2 * (V * D + D * sum(widths))
+    lent = {name: array.shape for name, array in vocab.input.shared().items()}
+    for i, (n, width) in enumerate(zip(sizes, widths, strict=True)):
+        assert lent.pop(f"bands/{i}/table") == (-(-n // 4) * 4, width)
+        assert lent.pop(f"bands/{i}/projection") == (width, D)
+    assert not lent
+
+
+def test_adaptive_tables_start_with_rows_of_unit_length() -> None:
+    size, width = 4000, 64
+    config = VocabConfig(size=size, width=width, input=AdaptiveTable((1000,)))
+    lexicon = Lexicon.stand_in(size)
+    vocab = Vocab(replace(config, head=UntiedHead()), rngs=nnx.Rngs(0), lexicon=lexicon)
+    for band, E in zip(vocab.input.bands, (64, 16), strict=True):
+        logical = band.table.get_metadata("logical")[0]
+        np.testing.assert_allclose(host(band.table)[:logical].std(), E**-0.5, rtol=0.05)
+        expected = math.sqrt(2 / (E + width))
+        np.testing.assert_allclose(host(band.projection).std(), expected, rtol=0.1)
+
+
+def test_cutoffs_that_cannot_be_are_named() -> None:
+    for cutoffs in ((0, 5), (5, 5), (7, 5), (-1,)):
+        with pytest.raises(UserError, match=rf"cutoffs = \[{cutoffs[0]}.*must ascend, from 1"):
+            build(AdaptiveTable(cutoffs))
+    with pytest.raises(UserError, match=r"cutoffs = \[5, 23\] must be below .* size, 23,"):
+        build(AdaptiveTable((5, V)))
+    with pytest.raises(UserError, match=r"factor = 0 must be at least 1"):
+        build(AdaptiveTable(factor=0))
+    with pytest.raises(UserError, match=r"'adaptive' needs to know how often each id occurs"):
+        Vocab(VocabConfig(size=V, width=D, input=AdaptiveTable((5,))), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(("order", "slices"), [(2, 1), (3, 2)])
 def test_over_encoding_reads_the_ngrams_python_names_inside_the_document(
     order: int, slices: int
@@ -159,6 +223,11 @@ def test_combinations_that_cannot_be_are_named_with_what_to_use() -> None:
             build(input, TiedHead())
     with pytest.raises(UserError, match="rows have width 5; use a head that projects them"):
         build(FactorizedTable(5), TiedHead())
+    with pytest.raises(
+        UserError,
+        match=r"needs the input's table, but that input lends bands/0/table, .*projection;",
+    ):
+        build(AdaptiveTable((5,)), TiedHead())
     with pytest.raises(
         UserError, match=r"needs the input's projection, but that input lends table"
     ):

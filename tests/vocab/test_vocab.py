@@ -216,7 +216,7 @@ def test_the_embedding_norm_acts_on_the_input_path_only(norm):
     vocab, plain = build(input=FullTable(norm=norm)), build()
     table_VD = host(vocab.input.table[...])
     scale = np.random.default_rng(0).normal(size=D)
-    vocab.input.norm.scale[...] = jnp.asarray(scale, jnp.float32)
+    vocab.modifiers.norm.scale[...] = jnp.asarray(scale, jnp.float32)
     x_BTD = table_VD[IDS_BT]
     if norm == "layernorm":
         x_BTD = x_BTD - x_BTD.mean(-1, keepdims=True)

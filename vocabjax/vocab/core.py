@@ -37,6 +37,7 @@ from vocabjax.vocab.interfaces import (
 )
 from vocabjax.vocab.labels import label_weights
 from vocabjax.vocab.lexicon import Lexicon
+from vocabjax.vocab.modifiers import Modifiers
 from vocabjax.vocab.rules import require_objective, require_pair
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import lookup
@@ -91,6 +92,7 @@ class Vocab(nnx.Module):
     Attributes:
       sizes: logical and padded sizes, and which ids may be predicted.
       input, head, memories: the parts that the config names.
+      modifiers: what becomes of the input's rows on their way into the trunk.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Vocab(nnx.Module):
         self.tied = config.head.tied
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
+        self.modifiers = Modifiers(config.input, context("modifiers"))
         require_pair(config.input, config.head, self.input.shared(), config.width)
         require_objective(config.head, config.objective, config.input, self.input.shared())
         self.head = config.head.build(context("head"), config.objective, self.input)
@@ -209,7 +212,7 @@ class Vocab(nnx.Module):
 
     def embed(self, rows: Mapping[str, Rows], tokens: Tokens) -> jax.Array:
         """x_BTD from gathered rows."""
-        return self.input(rows["input"], tokens)
+        return self.modifiers(self.input(rows["input"], tokens), tokens)
 
     def contexts(
         self, rows: Mapping[str, Rows], tokens: Tokens, x_BTD: jax.Array

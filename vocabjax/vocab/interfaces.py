@@ -36,12 +36,14 @@ class Tokens(NamedTuple):
       position_BT: position within the document.
       past_BH: the H ids just before ids_BT[:, 0] in decoding, −1 where there is none or it is of another document; H is
         `Vocab.history`. None: no past.
+      key: a threefry key of a training step, for what is dropped in it; None: evaluation, which drops nothing.
     """
 
     ids_BT: jax.Array
     segment_BT: jax.Array
     position_BT: jax.Array
     past_BH: jax.Array | None = None
+    key: jax.Array | None = None
 
     @staticmethod
     def of(ids_BT: Any) -> "Tokens":
@@ -308,7 +310,32 @@ class PartConfig(abc.ABC):
         """Raises UserError for settings that cannot work, whatever they are combined with."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class InputConfig(PartConfig):
+    """Every input's rows may be changed before they enter the trunk (`modifiers.py`); tied scores see them unchanged.
+
+    Attributes:
+      scale: "none", "sqrt_width", or a number: multiplies the row, once.
+      norm: applied after the scale.
+      gradient: multiplies the gradient that reaches the row from the trunk, not its value.
+      dropout: probability that an id's row is 0 throughout a training step; the others are divided by the rest.
+    """
+
+    scale: Literal["none", "sqrt_width"] | float = "none"
+    norm: Literal["none", "layernorm", "rmsnorm"] = "none"
+    gradient: float = 1.0
+    dropout: float = 0.0
+
+    def check(self) -> None:
+        if not isinstance(self.scale, str) and not 0 < abs(self.scale) < math.inf:
+            raise UserError(f"vocab.input.scale = {self.scale} must be finite and not zero")
+        if not 0 <= self.gradient < math.inf:
+            raise UserError(
+                f"vocab.input.gradient = {self.gradient} must be finite and not negative"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"vocab.input.dropout = {self.dropout} must be in [0, 1)")
+
     @abc.abstractmethod
     def build(self, context: Context, *, tied: bool) -> Input:
         """The input part. `tied` says that a head will score against its table."""

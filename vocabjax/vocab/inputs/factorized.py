@@ -1,7 +1,7 @@
-"""A factorised table: x = norm(table[id]) · P + b, table [V, E], P [E, D].
+"""A factorised table: x = row_norm(table[id]) · P + b, table [V, E], P [E, D].
 
-Parameters: V·E + E·D (+ D with the bias, + E or 2E with a norm). Source: ALBERT (Lan et al. 2019, arXiv:1909.11942, section 3.1);
-its implementation in Hugging Face transformers has the LayerNorm on the narrow rows and a bias, which `norm` and `bias` give.
+Parameters: V·E + E·D (+ D with the bias, + E or 2E with a row norm). Source: ALBERT (Lan et al. 2019, arXiv:1909.11942, section 3.1);
+its implementation in Hugging Face transformers has the LayerNorm on the narrow rows and a bias, which `row_norm` and `bias` give.
 Lends its table and its projection: see the heads `factorized_tied` and `albert`.
 """
 
@@ -32,17 +32,18 @@ class FactorizedTable(InputConfig):
     Attributes:
       factor: E, the width of the rows.
       bias: whether the projection has one.
-      norm: of the rows, before the projection.
+      row_norm: of the narrow rows, before the projection.
       std: standard deviation of the initial rows; None: E^−½.
     """
 
     kind: ClassVar[str] = "factorized"
     factor: int = 64
     bias: bool = False
-    norm: Literal["none", "layernorm", "rmsnorm"] = "none"
+    row_norm: Literal["none", "layernorm", "rmsnorm"] = "none"
     std: float | None = None
 
     def check(self) -> None:
+        super().check()
         check_std("vocab.input.std", self.std)
         if self.factor < 1:
             raise UserError(f"vocab.input.factor = {self.factor} must be at least 1")
@@ -56,7 +57,7 @@ class FactorizedInput(Input):
         E, D = config.factor, context.width
         role: Role = "tied" if tied else "embed"
         self.table = context.table("table", role, width=E, std=config.std)
-        self.norm = build_norm(config.norm, context.scope / "norm", E)
+        self.row_norm = build_norm(config.row_norm, context.scope / "row_norm", E)
         # Rows have unit length on average, so x has, too.
         self.projection = context.scope.param(
             "projection", (E, D), (None, None), "matrix", normal(D**-0.5)
@@ -67,8 +68,8 @@ class FactorizedInput(Input):
 
     def __call__(self, rows: Rows, tokens: Tokens) -> jax.Array:
         e_BTE = rows["table"]
-        if self.norm is not None:
-            e_BTE = self.norm(e_BTE)
+        if self.row_norm is not None:
+            e_BTE = self.row_norm(e_BTE)
         x_BTD = jnp.einsum("bte,ed->btd", e_BTE, self.projection[...].astype(e_BTE.dtype))
         return x_BTD if self.bias is None else x_BTD + self.bias[...].astype(x_BTD.dtype)
 

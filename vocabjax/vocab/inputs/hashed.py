@@ -37,6 +37,7 @@ class HashTable(InputConfig):
     seed: int = 0
 
     def check(self) -> None:
+        super().check()
         if self.buckets < 1 or self.hashes < 1:
             raise UserError(
                 f"vocab.input.buckets = {self.buckets} and hashes = {self.hashes} must be at least 1"
@@ -83,6 +84,7 @@ class CompositionalTable(InputConfig):
     remainders: int | None = None
 
     def check(self) -> None:
+        super().check()
         if self.remainders is not None and self.remainders < 1:
             raise UserError(
                 f"vocab.input.remainders = {self.remainders} must be at least 1, or None"

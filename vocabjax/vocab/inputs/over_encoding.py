@@ -37,6 +37,7 @@ class OverEncoding(InputConfig):
     buckets: int = 8192
 
     def check(self) -> None:
+        super().check()
         if self.order < 2 or self.slices < 1 or not 1 <= self.buckets < 2**30:
             raise UserError(
                 f"vocab.input: order = {self.order} must be at least 2, slices = {self.slices} at least 1, and buckets = "
