@@ -1,0 +1,15 @@
+"""Rare ids have narrow rows; input and head share bands, tables and projections.
+
+    python run.py train tied_adaptive
+
+Expect: TODO.
+"""
+
+from dataclasses import replace
+
+from vocabjax.vocab.heads.adaptive import TiedAdaptiveSoftmax
+from vocabjax.vocab.inputs.adaptive import AdaptiveTable
+
+from .base import config as base
+
+config = replace(base, vocab=replace(base.vocab, input=AdaptiveTable(), head=TiedAdaptiveSoftmax()))
