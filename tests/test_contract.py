@@ -36,7 +36,9 @@ LEXICON = Lexicon(
     np.random.default_rng(0).integers(1, 1000, V), [f"Word{v - (v % 3 == 2)}" for v in range(V)]
 )
 TRUNK = TrunkConfig(layers=2, heads=4, kv_heads=4, ffn=16)
-SMALL = {"factor": 6, "rank": 6, "width": 6, "bias": True, "order": 2, "buckets": 11, "channels": 5}
+SMALL = {
+    "factor": 6, "rank": 6, "width": 6, "bias": True, "order": 2, "buckets": 11, "channels": 5, "heads": 2,
+}  # fmt: skip
 
 
 class Parts(NamedTuple):
