@@ -132,6 +132,7 @@ def test_every_config_dry_runs(
     L, F, N, G, K = trunk.layers, trunk.ffn, trunk.heads, trunk.kv_heads, D // trunk.heads
     in_trunk = L * (D * K * (2 * N + 2 * G) + 3 * D * F + 2 * D) + D
     table, r = V * D, math.isqrt(V - 1) + 1
+    primes = [p for p in range(4096, 5000) if all(p % k for k in range(2, 71))][: 2 * 2 * 4]
     formulas = {  # of each part's first lines; E, R, P = 16, and two layers with value embeddings
         "untied": 2 * table,
         "untied_bias": 2 * table + V,
@@ -147,6 +148,7 @@ def test_every_config_dry_runs(
         "ple_article": table + V * L * 16 + L * 16 * D,
         "value_embeddings": table + 2 * (V * G * K + 12 * G),
         "tide": table + 2 * V * D + 2 * D + L * (D * 3 + D),
+        "engram": table + sum(primes) * 16 + 2 * (2 * 128 * D + 4 * D + 3 * D),
     }
     vocab = formulas[path.stem] if path.stem not in ("base", "tied", "tiny") else table
     out = capsys.readouterr().out

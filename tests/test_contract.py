@@ -44,6 +44,7 @@ SMALL = {
     "order": 2,
     "buckets": 11,
     "channels": 5,
+    "heads": 2,
     "cutoffs": (5, 20),
     "components": 3,
 }

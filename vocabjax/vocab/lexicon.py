@@ -88,4 +88,5 @@ class Constant:
 
         # Per device: on explicit meshes an indexing would have to state the sharding of its result.
         spec = layout.spec("batch", "seq")
+        ids_BT = layout.place(ids_BT, "batch", "seq")  # a batch of one row may have forgotten it
         return jax.shard_map(local, mesh=layout.mesh, in_specs=spec, out_specs=spec)(ids_BT)
