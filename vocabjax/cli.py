@@ -27,6 +27,7 @@ from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
+from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.runs import Run
 from vocabjax.step import trace
@@ -314,6 +315,8 @@ def _configs(words: list[str]) -> None:
     if words and words[0] not in ("-h", "--help"):
         raise UserError(f"configs takes no arguments, but got {words[0]!r}")
     print(describe.table(("config", "what it trains"), find.configs().items()))
+    rows = [(name, preset.summary) for name, preset in PRESETS.items()]
+    print("\n" + describe.table(("--preset", "what it changes"), rows))
 
 
 def _one_line(error: BaseException) -> str:

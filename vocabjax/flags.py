@@ -20,6 +20,7 @@ from vocabjax.generate import SamplingConfig
 from vocabjax.launch import Launch
 from vocabjax.load import Step
 from vocabjax.optim import NamedGroup
+from vocabjax.presets import apply_presets
 from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
 
 Flat = tyro.conf.arg(name="")  # its flags stand without a name before them
@@ -40,6 +41,7 @@ class RunFlags:
       memory: another memory; may be repeated. Its settings are then flags: --vocab.memories.0.…
       group: NAME=PATTERN, an optimiser group of the parameters whose paths match; may be repeated. Its settings are then
         flags: --optim.groups.0.group.…
+      preset: published settings of others, by name (`configs` lists them); may be repeated. Flags are applied after it.
       dry_run: print config, parameters, groups and mesh; train nothing.
       tensorboard: also log to TensorBoard, in the run directory.
       wandb: also log to Weights & Biases.
@@ -53,6 +55,7 @@ class RunFlags:
     input: str | None = None
     memory: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     group: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    preset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     dry_run: bool = False
     tensorboard: bool = False
     wandb: bool = False
@@ -181,16 +184,17 @@ def _nearest_flag(word: str, known: list[str]) -> str:
 
 
 def with_parts(config: Config, words: list[str]) -> Config:
-    """The config with the parts and groups that --head, --input, --memory and --group ask for: their fields become flags.
+    """The config with what --head, --input, --memory, --group and --preset ask for: fields of parts and groups become flags.
 
     Raises:
-      UserError: an unknown kind, or a group that is not NAME=PATTERN.
+      UserError: an unknown kind or preset, one that does not fit, or a group that is not NAME=PATTERN.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--head")
     parser.add_argument("--input")
     parser.add_argument("--memory", action="append", default=[])
     parser.add_argument("--group", action="append", default=[])
+    parser.add_argument("--preset", action="append", default=[])
     try:
         asked = parser.parse_known_args(words)[0]
     except argparse.ArgumentError as error:
@@ -203,7 +207,7 @@ def with_parts(config: Config, words: list[str]) -> Config:
     memories = [_blank(_class_of("--memory", MemoryConfig, kind)) for kind in asked.memory]
     vocab = replace(vocab, memories=(*vocab.memories, *memories))
     optim = replace(config.optim, groups=(*config.optim.groups, *map(_group, asked.group)))
-    return replace(config, vocab=vocab, optim=optim)
+    return apply_presets(replace(config, vocab=vocab, optim=optim), tuple(asked.preset))
 
 
 def _switch(flag: str, base: type[PartConfig], part: Any, kind: str) -> Any:

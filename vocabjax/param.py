@@ -88,7 +88,12 @@ class Scope(NamedTuple):
           role: the optimiser group it belongs to by default.
           init: float32 values from (key, shape).
           rows: logical size of the `"vocab"` dimension, which may be padded for its shards; rows from here on are zero.
+
+        Raises:
+          UserError: the name is `value`.
         """
+        if name == "value":
+            raise UserError("a parameter cannot be called 'value': paths drop that name")
         path = (self / name).path
         seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
         draw = _draw(init, shape, axes[0] == "layers", rows, self.layout.sharding(*axes))
