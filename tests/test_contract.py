@@ -7,35 +7,41 @@ pair. Parts are built small by the names of their fields (`SMALL`): a new part n
 import functools
 import math
 import os
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hlo import buffers, collectives, compiled_text
 from meshes import layout_of, put
 from models import layout_on, quick_jit, random_params
 
+from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, from_json, kinds, to_json
 from vocabjax.errors import UserError
-from vocabjax.model import Blueprint, Params
+from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.optim import OptimConfig, make_optimizer
-from vocabjax.step import init_state, make_step, to_device
+from vocabjax.step import Metrics, State, abstract_state, init_state, make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, Objective, Tokens
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Loss, MemoryConfig, Objective, Tokens
 from vocabjax.vocab.lexicon import Lexicon
 
 ONE, WIDE = "data=1,model=1", "data=2,model=4"
-V, D, B, T = 37, 16, 4, 8
+OTHER_MESHES = ("data=1,model=8", "data=8,model=1")
+V, D, B, T = 37, 16, 16, 8
 BANNED = 3
 # Not sorted by id; every third id spells what the one before it does.
 LEXICON = Lexicon(
     np.random.default_rng(0).integers(1, 1000, V), [f"Word{v - (v % 3 == 2)}" for v in range(V)]
 )
-TRUNK = TrunkConfig(layers=2, heads=4, kv_heads=4, ffn=16)
+TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=8, ffn=16)
 SMALL = {
     "factor": 6,
     "rank": 6,
@@ -116,6 +122,58 @@ def model_on(mesh: str, parts: Parts, dtype: Any = "float32") -> tuple[Blueprint
     return blueprint, random_params(blueprint)
 
 
+def hidden(model: LanguageModel, tokens: Tokens) -> jax.Array:
+    """What the head is given. Through the trunk where a part acts inside it; else straight from the input, since the trunk has
+    tests of its own and would be most of what is compiled here."""
+    if model.vocab.memories:
+        return model.hidden(tokens)[0]
+    return model.vocab.embed(model.vocab.gather(tokens), tokens)
+
+
+class Found(NamedTuple):
+    """What one program computes: the scores, then loss and gradients, ours and through the whole distribution."""
+
+    z_BTV: np.ndarray
+    loss: Loss
+    gradient: Params
+    expected: jax.Array
+    expected_gradient: Params
+
+
+@functools.cache
+def program(parts: Parts) -> Callable[[dict[str, np.ndarray]], Found]:
+    """One compilation for several tests; takes a batch on the host."""
+    blueprint, params = model_on(ONE, parts)
+
+    def loss_of(params: Params, tokens: Tokens, batch: Any) -> tuple[jax.Array, Loss]:
+        model = blueprint.bind(params)
+        loss = model.vocab.loss(
+            hidden(model, tokens), batch["targets"], batch["weights"], tokens=tokens
+        )
+        return loss.total, loss
+
+    def whole(params: Params, tokens: Tokens, batch: Any) -> tuple[jax.Array, jax.Array]:
+        model = blueprint.bind(params)
+        z_BTV = model.vocab.logits(hidden(model, tokens))
+        log_p_BTV = jax.nn.log_softmax(z_BTV)
+        is_target_BTV = batch["targets"][..., None] == jnp.arange(z_BTV.shape[-1])
+        log_p_BT = jnp.where(is_target_BTV, log_p_BTV, 0).sum(-1)
+        weight_BT = jnp.where(batch["targets"] >= 0, batch["weights"], 0)
+        return -(weight_BT * log_p_BT).sum() / jnp.maximum(weight_BT.sum(), 1e-9), z_BTV
+
+    @quick_jit
+    def run(params: Params, tokens: Tokens, batch: Any) -> Any:
+        (_, loss), gradient = jax.value_and_grad(loss_of, has_aux=True)(params, tokens, batch)
+        (expected, z_BTV), theirs = jax.value_and_grad(whole, has_aux=True)(params, tokens, batch)
+        return z_BTV, loss, gradient, expected, theirs
+
+    def on_host(batch: dict[str, np.ndarray]) -> Found:
+        with jax.set_mesh(blueprint.layout.mesh):
+            return Found(*jax.tree.map(np.asarray, run(params, tokens_on(blueprint, batch), batch)))
+
+    return on_host
+
+
 def host_batch() -> dict[str, np.ndarray]:
     """[B, T]: two documents per row; labels of every kind."""
     rng = np.random.default_rng(0)
@@ -126,6 +184,7 @@ def host_batch() -> dict[str, np.ndarray]:
     return {
         "ids": rng.integers(0, V, (B, T)).astype(np.int32),
         "targets": targets_BT.astype(np.int32),
+        "weights": rng.uniform(0.5, 2, (B, T)).astype(np.float32),
         "segment": np.tile(np.arange(T) // half, (B, 1)).astype(np.int32),
         "position": np.tile(np.arange(T) % half, (B, 1)).astype(np.int32),
     }
@@ -138,12 +197,6 @@ def tokens_on(blueprint: Blueprint, host: dict[str, np.ndarray]) -> Tokens:
             for name in ("ids", "segment", "position")
         ]
     )
-
-
-def scores(blueprint: Blueprint, params: Params, host: dict[str, np.ndarray]) -> np.ndarray:
-    with jax.set_mesh(blueprint.layout.mesh):
-        run = quick_jit(lambda p, tokens: blueprint.bind(p).logits(tokens)[0])
-        return np.asarray(run(params, tokens_on(blueprint, host)))
 
 
 def test_every_part_is_in_a_pair_that_the_rules_allow() -> None:
@@ -159,29 +212,12 @@ def test_settings_go_to_a_file_and_come_back(parts: Parts) -> None:
 
 @every_choice
 def test_scores_are_a_distribution_and_the_loss_is_its_logarithm(parts: Parts) -> None:
-    """Value and gradients of the loss against automatic differentiation through the scores; −100, pads and banned ids."""
-    blueprint, params = model_on(ONE, parts)
-    host = host_batch()
-    tokens = tokens_on(blueprint, host)
-    is_label_BT = host["targets"] >= 0
+    """Value and gradients against automatic differentiation through the scores; weights, −100, pads and banned ids."""
+    found = program(parts)(host_batch())
+    np.testing.assert_allclose(found.loss.total, found.expected, rtol=1e-5)
+    assert_same(found.gradient, found.expected_gradient)
 
-    def whole(params: Params) -> jax.Array:
-        z_BTV = blueprint.bind(params).logits(tokens)[0]
-        log_p_BTV = jax.nn.log_softmax(z_BTV)
-        is_target_BTV = host["targets"][..., None] == np.arange(z_BTV.shape[-1])
-        log_p_BT = jnp.where(is_target_BTV, log_p_BTV, 0).sum(-1)
-        return -jnp.where(is_label_BT, log_p_BT, 0).sum() / is_label_BT.sum()
-
-    def ours(params: Params) -> jax.Array:
-        return blueprint.bind(params).loss(tokens, jnp.asarray(host["targets"])).total
-
-    (expected, expected_gradient), (total, gradient) = (
-        quick_jit(jax.value_and_grad(function))(params) for function in (whole, ours)
-    )
-    np.testing.assert_allclose(total, expected, rtol=1e-5)
-    assert_same(gradient, expected_gradient, blueprint)
-
-    z_BTV = scores(blueprint, params, host)
+    z_BTV = found.z_BTV
     assert z_BTV.dtype == np.float32
     p_BTV = np.exp(z_BTV - z_BTV.max(-1, keepdims=True), dtype=np.float64)
     is_allowed_V = (np.arange(z_BTV.shape[-1]) < V) & (np.arange(z_BTV.shape[-1]) != BANNED)
@@ -190,44 +226,101 @@ def test_scores_are_a_distribution_and_the_loss_is_its_logarithm(parts: Parts) -
 
 
 @every_choice
-def test_a_token_reaches_no_score_before_it_and_none_of_another_document(parts: Parts) -> None:
-    blueprint, params = model_on(ONE, parts)
+def test_labels_that_are_all_ignored_cost_nothing_and_move_nothing(parts: Parts) -> None:
     host = host_batch()
-    before = scores(blueprint, params, host)
-    changed = {**host, "ids": host["ids"].copy()}
-    at = T // 2 - 2  # in the first document of each row
-    changed["ids"][:, at] = (host["ids"][:, at] + 1) % V
-    after = scores(blueprint, params, changed)
-    np.testing.assert_array_equal(before[:, :at], after[:, :at])
-    np.testing.assert_array_equal(before[:, T // 2 :], after[:, T // 2 :])
-    seen = before[:, at : T // 2] != after[:, at : T // 2]
-    assert seen.any(-1).all()
+    host["targets"][:] = -100
+    host["targets"][0, 0] = BANNED
+    host["weights"][0, 1] = np.nan
+    loss, gradient = program(parts)(host)[1:3]
+    assert (loss.total, loss.nll, loss.weight, loss.tokens, loss.invalid) == (0, 0, 0, 0, 1)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
 @every_choice
-def test_sharded_steps_equal_unsharded_ones_and_lower_the_loss(parts: Parts) -> None:
-    """Ten steps on one batch in two microbatches: loss, gradient norm, and every parameter after the first step."""
-    runs = []
-    for mesh in (ONE, WIDE):
-        blueprint, params = model_on(mesh, parts)
-        optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=0), blueprint.infos.values(), 20)
-        host = {name: x.reshape(2, B // 2, T) for name, x in host_batch().items()}
-        with jax.set_mesh(blueprint.layout.mesh):
-            batch = to_device(blueprint.layout, host, None, "batch", "seq")
-            state = init_state(optimizer, jax.tree.map(jnp.copy, params))
-            step = make_step(blueprint, optimizer)
-            state, first = step(state, batch)
-            params = jax.tree.map(np.asarray, state.params)
-            for _ in range(9):
-                state, metrics = step(state, batch)
-        runs.append((first, metrics, params, blueprint))
-    (first, last, params, _), (wide_first, wide_last, wide_params, wide) = runs
-    np.testing.assert_allclose(wide_first.loss, first.loss, rtol=1e-5)
-    np.testing.assert_allclose(wide_first.gradient_norm, first.gradient_norm, rtol=1e-3)
-    np.testing.assert_allclose(wide_last.loss, last.loss, rtol=1e-2)
-    assert last.nll < first.nll
-    assert first.invalid == 0
-    assert_same(wide_params, params, wide, atol=2e-3)
+def test_a_token_reaches_no_score_before_it_and_none_of_another_document(parts: Parts) -> None:
+    host = host_batch()
+    before = program(parts)(host).z_BTV
+    changed = {**host, "ids": host["ids"].copy()}
+    at = T // 2 - 2  # in the first document of each row
+    changed["ids"][:, at] = (host["ids"][:, at] + 1) % V
+    after = program(parts)(changed).z_BTV
+    np.testing.assert_array_equal(before[:, :at], after[:, :at])
+    np.testing.assert_array_equal(before[:, T // 2 :], after[:, T // 2 :])
+    assert (before[:, at] != after[:, at]).any(-1).all()
+
+
+class Trained(NamedTuple):
+    """Ten steps on one batch in two microbatches."""
+
+    blueprint: Blueprint
+    optimizer: optax.GradientTransformation
+    first: Metrics
+    params: Params  # after the first step, on the host
+    last: Metrics
+    state: State
+
+
+def trained(mesh: str, parts: Parts) -> Trained:
+    blueprint, params = model_on(mesh, parts)
+    optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=0), blueprint.infos.values(), 20)
+    host = host_batch()
+    del host["weights"]
+    batch = {name: x.reshape(2, B // 2, T) for name, x in host.items()}
+    with jax.set_mesh(blueprint.layout.mesh):
+        arrays = to_device(blueprint.layout, batch, None, "batch", "seq")
+        state = init_state(optimizer, jax.tree.map(jnp.copy, params))
+        step = make_step(blueprint, optimizer)
+        state, first = step(state, arrays)
+        after_one = jax.tree.map(np.asarray, state.params)
+        for _ in range(9):
+            state, metrics = step(state, arrays)
+    return Trained(blueprint, optimizer, first, after_one, metrics, state)
+
+
+@functools.cache
+def trained_on_one(parts: Parts) -> Trained:
+    return trained(ONE, parts)
+
+
+# One part of each way that tables are cut: by id, by band, by bucket, by hashed n-gram, with all layers in a row.
+PATTERNS = (
+    "full-tied",
+    "adaptive-tied_adaptive",
+    "hash-untied",
+    "over_encoding-tied",
+    "full-tied-ple",
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "mesh"),
+    [
+        *((parts, WIDE) for parts in CHOICES),
+        *((p, mesh) for p in CHOICES if str(p) in PATTERNS for mesh in OTHER_MESHES),
+    ],
+    ids=str,
+)
+def test_sharded_steps_equal_unsharded_ones_lower_the_loss_and_are_restored_elsewhere(
+    parts: Parts, mesh: str, tmp_path: Path
+) -> None:
+    """Loss, gradient norm, every parameter after the first step; then the whole state, from a checkpoint on one device."""
+    one, wide = trained_on_one(parts), trained(mesh, parts)
+    np.testing.assert_allclose(wide.first.loss, one.first.loss, rtol=1e-5)
+    np.testing.assert_allclose(wide.first.gradient_norm, one.first.gradient_norm, rtol=1e-3)
+    np.testing.assert_allclose(wide.last.loss, one.last.loss, rtol=1e-2)
+    assert one.last.nll < one.first.nll
+    assert one.first.invalid == 0
+    assert_same(wide.params, one.params, atol=2e-3)
+
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(10, wide.state, None, logical=wide.blueprint.logical_shapes())
+        with jax.set_mesh(one.blueprint.layout.mesh):
+            restored = checkpoints.restore(
+                abstract_state(one.blueprint, one.optimizer),
+                None,
+                logical=one.blueprint.logical_shapes(),
+            )
+    assert_same(restored, wide.state, atol=0)
 
 
 @every_choice
@@ -235,9 +328,12 @@ def test_bfloat16_gives_finite_gradients_of_float32(parts: Parts) -> None:
     blueprint, params = model_on(ONE, parts, "bfloat16")
     host = host_batch()
     tokens = tokens_on(blueprint, host)
-    gradient = quick_jit(
-        jax.grad(lambda p: blueprint.bind(p).loss(tokens, jnp.asarray(host["targets"])).total)
-    )(params)
+
+    def loss(params: Params) -> jax.Array:
+        model = blueprint.bind(params)
+        return model.vocab.loss(hidden(model, tokens), jnp.asarray(host["targets"])).total
+
+    gradient = quick_jit(jax.grad(loss))(params)
     for leaf in jax.tree.leaves(gradient):
         assert leaf.dtype == jnp.float32
         assert np.isfinite(leaf).all()
@@ -260,7 +356,9 @@ def test_decoding_one_token_at_a_time_equals_the_full_pass(parts: Parts) -> None
     one_document = {
         "ids": ids_BT, "segment": np.zeros_like(ids_BT), "position": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     }  # fmt: skip
-    full = scores(blueprint, params, one_document)
+    with jax.set_mesh(blueprint.layout.mesh):
+        whole = quick_jit(lambda p, tokens: blueprint.bind(p).logits(tokens)[0])
+        full = np.asarray(whole(params, tokens_on(blueprint, one_document)))
     history = blueprint.bind(params).vocab.history
     padded = np.pad(ids_BT, ((0, 0), (history, 0)), constant_values=-1)
     with jax.set_mesh(blueprint.layout.mesh):
@@ -291,7 +389,8 @@ def test_the_compiled_loss_holds_no_scores_and_gathers_no_table(parts: Parts, me
     ids = put(layout, np.zeros((B, length), np.int32), "batch", "seq")
 
     def loss(params: Params, tokens: Tokens) -> jax.Array:
-        return blueprint.bind(params).loss(tokens, tokens.ids_BT).total
+        model = blueprint.bind(params)
+        return model.vocab.loss(hidden(model, tokens), tokens.ids_BT, tokens=tokens).total
 
     with jax.set_mesh(layout.mesh):
         text = compiled_text(
@@ -304,8 +403,8 @@ def test_the_compiled_loss_holds_no_scores_and_gathers_no_table(parts: Parts, me
     assert gathered == []
 
 
-def assert_same(ours: Params, theirs: Params, blueprint: Blueprint, atol: float = 1e-5) -> None:
-    """Logical entries of two trees of parameters or gradients, leaf by leaf, relative to the largest of each."""
+def assert_same(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
+    """Two trees of parameters or gradients, which may be padded differently, leaf by leaf, relative to the largest of each."""
     for (path, one), two in zip(
         jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
     ):
