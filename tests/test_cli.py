@@ -125,7 +125,7 @@ def test_every_config_dry_runs(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    V = 300
+    V = 3000
     assert run("train", path.stem, "--dry-run", "--vocab.size", str(V), "--devices", "1") == 0
     config = find.load_config(path.stem)[1]
     D, trunk = config.vocab.width, config.trunk
@@ -133,6 +133,8 @@ def test_every_config_dry_runs(
     in_trunk = L * (D * K * (2 * N + 2 * G) + 3 * D * F + 2 * D) + D
     table, r = V * D, math.isqrt(V - 1) + 1
     primes = [p for p in range(4096, 5000) if all(p % k for k in range(2, 71))][: 2 * 2 * 4]
+    bands = ((512, D), (1536, D // 4), (V - 2048, D // 16))
+    rows, projections = sum(n * w for n, w in bands), sum(w * D for _, w in bands)
     formulas = {  # of each part's first lines; E, R, P = 16, and two layers with value embeddings
         "untied": 2 * table,
         "untied_bias": 2 * table + V,
@@ -141,6 +143,13 @@ def test_every_config_dry_runs(
         "pr_tied": table + D * D,
         "factorized": V * 16 + 16 * D,
         "albert": V * 16 + 2 * 16 + 16 * D + D + (D * 16 + 16 + 2 * 16) + V,
+        "adaptive": rows + projections + rows + projections - D * D + 2 * D,
+        "tied_adaptive": rows + projections + 2 * D,
+        "mos": table + 4 * D * D + 4 * D,
+        "moc": table + 4 * D * D + 4 * D,
+        "augmented_loss": table,
+        "over_decoding": table + D * D,
+        "centred": 2 * table,
         "hash": 1024 * D + 2 * V + table,
         "compositional": (-(-V // r) + r) * D + table,
         "over_encoding": table + (8192 + D) * D // 2,
