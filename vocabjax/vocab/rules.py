@@ -1,14 +1,20 @@
 """Which parts may be combined, which may not, and why: the only place that says so."""
 
+from collections.abc import Mapping
+
+import jax
+
 from vocabjax.errors import UserError
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Shared
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig
 
 
-def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int) -> None:
+def require_pair(
+    input: InputConfig, head: HeadConfig, lent: Mapping[str, jax.ShapeDtypeStruct], width: int
+) -> None:
     """Refuses a head that cannot score against what its input lends.
 
     Args:
-      lent: what the input lends, by name.
+      lent: what the input lends, by name: shapes alone.
       width: D.
 
     Raises:
