@@ -20,6 +20,7 @@ from vocabjax.vocab.augmented import augmented_kl
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.heads.linear import LinearHead, TiedHead, UntiedHead
 from vocabjax.vocab.heads.mixture import MixtureOfSoftmaxes
+from vocabjax.vocab.inputs.hashed import HashTable
 from vocabjax.vocab.interfaces import Objective, Tokens
 from vocabjax.vocab.scores import Scoring
 from vocabjax.vocab.sizes import Sizes
@@ -219,6 +220,12 @@ def test_a_frozen_table_cannot_be_centred() -> None:
     frozen = OptimConfig(tied=GroupConfig(frozen=True))
     with pytest.raises(UserError, match=r"'tied' freezes vocab/input/table.*centre"):
         make_optimizer(frozen, blueprint.infos.values(), 200)
+
+
+def test_rows_that_are_stored_nowhere_cannot_be_centred() -> None:
+    config = VocabConfig(size=V, width=D, input=HashTable(), head=TiedHead(centre=True))
+    with pytest.raises(UserError, match=r"'tied' on .* 'hash': centre moves .* mean_penalty"):
+        Vocab(config, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.modifiers import Modifiers
 from vocabjax.vocab.rules import require_objective, require_pair
 from vocabjax.vocab.sizes import Sizes
-from vocabjax.vocab.table import lookup
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,9 @@ class Vocab(nnx.Module):
         self.width = config.width
         self.input = config.input.build(context("input"), tied=self.tied)
         self.modifiers = Modifiers(config.input, context("modifiers"))
-        require_pair(config.input, config.head, self.input.shared(), config.width)
-        require_objective(config.head, config.objective, config.input, self.input.shared())
+        lent = jax.eval_shape(self.input.shared)  # shapes: what is composed is not composed here
+        require_pair(config.input, config.head, lent, config.width)
+        require_objective(config.head, config.objective, config.input, lent)
         self.head = config.head.build(context("head"), config.objective, self.input)
         self.memories: nnx.List[Memory] = nnx.List([])
         for index, memory in enumerate(config.memories):
@@ -194,21 +194,10 @@ class Vocab(nnx.Module):
         Args:
           leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
         """
-        rows: dict[str, Rows] = {}
-        for name, part in self._readers():
-            reads = part.reads
-            for _ in range(leading):
-                reads = jax.vmap(reads)
-            tables = part.tables()
-            rows[name] = {
-                table: self._look_up(tables[table], ids, leading)
-                for table, ids in reads(tokens).items()
-            }
-        return rows
-
-    def _look_up(self, table: nnx.Param[jax.Array], ids: jax.Array, leading: int) -> jax.Array:
-        size = table.get_metadata("logical")[0]  # its own: a memory may know fewer ids
-        return lookup(self.layout, table[...], ids, logical=size, dtype=self.dtype, leading=leading)
+        return {
+            name: part.gather(self.layout, tokens, self.dtype, leading)
+            for name, part in self._readers()
+        }
 
     def embed(self, rows: Mapping[str, Rows], tokens: Tokens) -> jax.Array:
         """x_BTD from gathered rows."""

@@ -18,9 +18,11 @@ from flax import nnx
 from jax import lax
 
 from vocabjax.errors import UserError
+from vocabjax.mesh import Layout
 from vocabjax.param import Role, Scope, matrix_flops, normal
 from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.sizes import Sizes
+from vocabjax.vocab.table import lookup
 
 Reads = dict[str, jax.Array]  # table name → int32 ids of any shape
 Rows = Mapping[str, jax.Array]  # table name → those rows, [..., width]
@@ -219,6 +221,28 @@ class Reader(Part):
         """Which rows of which table: integers only, a function of the tokens [B, T] alone."""
         return {"table": tokens.ids_BT}
 
+    def gather(self, layout: Layout, tokens: Tokens, dtype: jnp.dtype, leading: int = 0) -> Rows:
+        """The rows that `reads` asks for, in `dtype`; zero rows for what a table does not hold.
+
+        Args:
+          leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
+        """
+        reads = self.reads
+        for _ in range(leading):
+            reads = jax.vmap(reads)
+        tables = self.tables()
+        return {
+            name: lookup(
+                layout,
+                tables[name][...],
+                ids,
+                logical=tables[name].get_metadata("logical")[0],  # its own: a memory may know fewer
+                dtype=dtype,
+                leading=leading,
+            )
+            for name, ids in reads(tokens).items()
+        }
+
 
 class Input(Reader):
     """ids → x_BTD."""
@@ -228,7 +252,7 @@ class Input(Reader):
         raise NotImplementedError
 
     def shared(self) -> Shared:
-        """What it lends to heads: a tied head scores against `"table"` [Vp, D]; other inputs lend other things."""
+        """What it lends to heads, if `tied`: a tied head scores against `"table"` [Vp, D]; other inputs lend other things."""
         return {}
 
 
@@ -321,6 +345,7 @@ class InputConfig(PartConfig):
       dropout: probability that an id's row is 0 throughout a training step; the others are divided by the rest.
     """
 
+    composed: ClassVar[bool] = False  # its rows are made of other tables' rows, and stored nowhere
     scale: Literal["none", "sqrt_width"] | float = "none"
     norm: Literal["none", "layernorm", "rmsnorm"] = "none"
     gradient: float = 1.0

@@ -1,14 +1,20 @@
 """Which parts may be combined, which may not, and why: the only place that says so."""
 
+from collections.abc import Mapping
+
+import jax
+
 from vocabjax.errors import UserError
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Objective, Shared
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Objective
 
 
-def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int) -> None:
+def require_pair(
+    input: InputConfig, head: HeadConfig, lent: Mapping[str, jax.ShapeDtypeStruct], width: int
+) -> None:
     """Refuses a head that cannot score against what its input lends.
 
     Args:
-      lent: what the input lends, by name.
+      lent: what the input lends, by name: shapes alone.
       width: D.
 
     Raises:
@@ -27,10 +33,18 @@ def require_pair(input: InputConfig, head: HeadConfig, lent: Shared, width: int)
             f"{pair}: the head scores hidden states of width {width}, but the input's rows have width "
             f"{lent['table'].shape[-1]}; use a head that projects them (factorized_tied, albert), or an untied head"
         )
+    if input.composed and head.tied and getattr(head, "centre", False):
+        raise UserError(
+            f"{pair}: centre moves the rows that are scored against, and here none are stored; use mean_penalty, or an input "
+            "of kind 'full'"
+        )
 
 
 def require_objective(
-    head: HeadConfig, objective: Objective, input: InputConfig, lent: Shared
+    head: HeadConfig,
+    objective: Objective,
+    input: InputConfig,
+    lent: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Refuses an objective that this head's loss does not define.
 

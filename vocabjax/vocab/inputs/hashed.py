@@ -4,7 +4,7 @@
     compositional   x = Q[id div r] ⊙ R[id mod r]                   Q [⌈V / r⌉, D], R [r, D]
 
 Sources: hash embeddings, Svenstrup et al. 2017 (arXiv:1709.03933, section 3); quotient–remainder codes, Shi et al. 2019
-(arXiv:1909.02107, section 3). Parameters: buckets·D + k·V; (⌈V / r⌉ + r)·D.
+(arXiv:1909.02107, section 3). Parameters: buckets·D + k·V; (⌈V / r⌉ + r)·D. A tied head scores against the composed rows.
 """
 
 import math
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vocabjax.errors import UserError
+from vocabjax.vocab.composed import ComposedInput
 from vocabjax.vocab.hashing import PRIME, universal_hash
 from vocabjax.vocab.interfaces import Context, Input, InputConfig, Reads, Rows, Tokens
 
@@ -32,6 +33,7 @@ class HashTable(InputConfig):
     """
 
     kind: ClassVar[str] = "hash"
+    composed: ClassVar[bool] = True
     buckets: int = 1024
     hashes: int = 2
     seed: int = 0
@@ -44,11 +46,12 @@ class HashTable(InputConfig):
             )
 
     def build(self, context: Context, *, tied: bool) -> Input:
-        return HashInput(self, context)
+        return HashInput(self, context, tied=tied)
 
 
-class HashInput(Input):
-    def __init__(self, config: HashTable, context: Context) -> None:
+class HashInput(ComposedInput):
+    def __init__(self, config: HashTable, context: Context, *, tied: bool) -> None:
+        super().__init__(context, tied=tied)
         draw = random.Random(config.seed)
         self.functions = tuple(
             (draw.randrange(1, PRIME), draw.randrange(PRIME)) for _ in range(config.hashes)
@@ -56,8 +59,8 @@ class HashInput(Input):
         self.buckets = config.buckets
         # k independent terms with weights of variance 1: rows of unit length on average.
         std = (context.width * config.hashes) ** -0.5
-        self.table = context.table("table", "embed", rows=config.buckets, std=std)
-        self.importance = context.table("importance", "embed", width=config.hashes, std=1.0)
+        self.table = context.table("table", self.role, rows=config.buckets, std=std)
+        self.importance = context.table("importance", self.role, width=config.hashes, std=1.0)
 
     def tables(self) -> dict[str, nnx.Param[jax.Array]]:
         return {"table": self.table, "importance": self.importance}
@@ -81,6 +84,7 @@ class CompositionalTable(InputConfig):
     """
 
     kind: ClassVar[str] = "compositional"
+    composed: ClassVar[bool] = True
     remainders: int | None = None
 
     def check(self) -> None:
@@ -91,18 +95,19 @@ class CompositionalTable(InputConfig):
             )
 
     def build(self, context: Context, *, tied: bool) -> Input:
-        return CompositionalInput(self, context)
+        return CompositionalInput(self, context, tied=tied)
 
 
-class CompositionalInput(Input):
-    def __init__(self, config: CompositionalTable, context: Context) -> None:
+class CompositionalInput(ComposedInput):
+    def __init__(self, config: CompositionalTable, context: Context, *, tied: bool) -> None:
+        super().__init__(context, tied=tied)
         self.size = context.sizes.logical
         self.remainders = config.remainders or math.isqrt(self.size - 1) + 1
         # Two factors of deviation D^−¼ each: a product of deviation D^−½.
         std = context.width**-0.25
         rows = -(-self.size // self.remainders)
-        self.quotient = context.table("quotient", "embed", rows=rows, std=std)
-        self.remainder = context.table("remainder", "embed", rows=self.remainders, std=std)
+        self.quotient = context.table("quotient", self.role, rows=rows, std=std)
+        self.remainder = context.table("remainder", self.role, rows=self.remainders, std=std)
 
     def tables(self) -> dict[str, nnx.Param[jax.Array]]:
         return {"quotient": self.quotient, "remainder": self.remainder}
