@@ -286,7 +286,7 @@ def trained_on_one(parts: Parts) -> Trained:
 PATTERNS = (
     "full-tied",
     "adaptive-tied_adaptive",
-    "hash-untied",
+    "hash-tied",
     "over_encoding-tied",
     "full-tied-ple",
 )
