@@ -249,14 +249,6 @@ class Layout:
                 f"{_show(self.mesh.shape)}; use {fit}, another --mesh, or replicate it with --rules {logical}="
             )
 
-    def require_whole(self, logical: str, why: str) -> None:
-        """Raises UserError where a logical axis is cut that must not be."""
-        if self.shards(logical) > 1:
-            raise UserError(
-                f"{why}, so {logical!r} cannot be cut into the {self.shards(logical)} shards of mesh "
-                f"{_show(self.mesh.shape)}; replicate it with --rules {logical}="
-            )
-
     def require_used(self) -> None:
         """Raises UserError for a mesh axis, larger than 1, that no rule uses: its devices would all do the same work."""
         used = {axis for _, axes in self.rules for axis in axes}

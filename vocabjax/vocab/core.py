@@ -154,8 +154,6 @@ class Vocab(nnx.Module):
                     "memories attach to a trunk: give Vocab its shape, trunk=TrunkShape(…)"
                 )
             self.memories.append(memory.build(context("memories", str(index)), trunk))
-        if self.history:
-            self.layout.require_whole("seq", "the vocabulary reads the ids of earlier positions")
         if owner:
             param_infos(self)  # refuses a Param stored twice
 

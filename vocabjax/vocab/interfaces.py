@@ -56,10 +56,7 @@ class Tokens(NamedTuple):
         return Tokens(ids_BT, zeros_BT, zeros_BT + jnp.arange(ids_BT.shape[1], dtype=jnp.int32))
 
     def before(self, back: int) -> jax.Array:
-        """int32 [B, T]: the id `back` positions earlier in the same document; −1 where there is none.
-
-        The positions must not be sharded unless `back` is 0.
-        """
+        """int32 [B, T]: the id `back` positions earlier in the same document; −1 where there is none."""
         if back == 0:
             return self.ids_BT
         # By padding and cropping in one operation: slices of a batch of one row forget its sharding.

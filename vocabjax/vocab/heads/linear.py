@@ -127,8 +127,6 @@ class MatrixHead(Head):
         if config.centre:
             (input.table if self.table is None else self.table).set_metadata(centred=True)
         D, F = context.width, objective.future
-        if F:
-            layout.require_whole("seq", "vocab.objective.future looks at later positions")
         self.future = (
             scope.param("future", (F, D, D), (None, None, None), "matrix", normal(D**-0.5))
             if F
