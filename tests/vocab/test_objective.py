@@ -161,6 +161,7 @@ def test_future_tokens_are_those_of_the_same_document() -> None:
         moved = np.full((B, T), -100)
         for t in range(T - ahead):
             same = segment[:, t] == segment[:, t + ahead]
+            same &= targets[:, t] != -100
             moved[:, t] = np.where(same, targets[:, t + ahead], -100)
         more = oracles.cross_entropy(
             h @ future[ahead - 1], table, moved, allowed, normalizer=first.weight
@@ -170,6 +171,16 @@ def test_future_tokens_are_those_of_the_same_document() -> None:
     np.testing.assert_allclose(loss.total, expected, rtol=1e-5)
     np.testing.assert_allclose(loss.nll, first.nll, rtol=1e-5)
     assert vocab.flops() == 3 * 2 * V * D + 2 * 2 * D * D
+
+
+@pytest.mark.parametrize("objective", [{"augmented": 0.5}, {"future": 1}], ids=str)
+def test_what_is_not_finite_where_nothing_counts_does_not_spread(
+    objective: dict[str, float],
+) -> None:
+    vocab, targets = build(TiedHead(), **objective), labels()
+    h_BTD = jnp.asarray(np.where(targets[..., None] == -100, np.nan, hidden()), jnp.float32)
+    gradient = jax.grad(lambda v, h: v.loss(h, targets).total, (0, 1))(vocab, h_BTD)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
 def test_the_mean_row_is_penalised() -> None:

@@ -99,8 +99,8 @@ class Objective:
         table E (Inan et al. 2016, arXiv:1611.01462, section 3).
       temperature: τ of the augmented loss.
       augmented_targets: whether its gradient flows into E through ỹ too (the paper holds ỹ fixed).
-      future: further tokens of the document that are predicted too, from h·F_j, by the same table: over-decoding
-        (arXiv:2501.16975). How h is turned to them is our reading.
+      future: further tokens of the document that are predicted too, from h·F_j, by the same table, wherever the next one is:
+        over-decoding (arXiv:2501.16975). How h is turned to them is our reading.
       future_weight: of the cross-entropy of each of them.
       chunk: tokens per device whose logits exist at one time.
     """

@@ -5,7 +5,6 @@ The two differ in nothing else. Parameters: 0 tied, V·D untied (+ V with a bias
 Soft cap: Gemma 2 (arXiv:2408.00118). Centred rows and the penalty on their mean μ: arXiv:2601.02031.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,6 +29,7 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     check_std,
 )
+from vocabjax.vocab.labels import valid_labels, where_counted
 from vocabjax.vocab.loss import linear_cross_entropy
 from vocabjax.vocab.per_token import nll_loss, per_token
 from vocabjax.vocab.scores import Scoring, linear_logits
@@ -154,49 +154,63 @@ class MatrixHead(Head):
         normalizer: jax.Array | None,
         tokens: Tokens | None,
     ) -> Loss:
-        objective, rows = self.objective, self._rows(shared)
-        entropy = functools.partial(
-            linear_cross_entropy, self.scoring, table_VD=rows, bias_V=self._bias()
-        )
         h_BTE = self.transform(shared, h_BTD)
-        loss = entropy(
-            objective, h_BTE, targets_BT=targets_BT, weights_BT=weights_BT, normalizer=normalizer
-        )
+        loss = self._entropy(self.objective, shared, h_BTE, targets_BT, weights_BT, normalizer)
         normalizer = loss.weight if normalizer is None else normalizer
-        if objective.augmented:
-            table = shared["table"]
-            if not objective.augmented_targets:
-                table = lax.stop_gradient(table)
-            kl_BT = augmented_kl(
-                self.scoring,
-                objective,
-                h_BTE,
-                rows,
-                self._bias(),
-                lookup(
-                    self.scoring.layout,
-                    table,
-                    targets_BT,
-                    logical=self.scoring.sizes.logical,
-                    dtype=h_BTE.dtype,
-                ),
-                table,
-                targets_BT,
-            )
-            more = nll_loss(self.scoring.sizes, kl_BT, targets_BT, weights_BT, normalizer)
-            loss = loss._replace(total=loss.total + objective.augmented * more.total)
-        if self.future is not None:
-            for ahead in range(1, objective.future + 1):
-                h_BTE = self.transform(shared, self._ahead(h_BTD, ahead))
-                more = entropy(
-                    Objective(chunk=objective.chunk),
-                    h_BTE,
-                    targets_BT=_shifted(self.scoring.layout, targets_BT, tokens, ahead),
-                    weights_BT=weights_BT,
-                    normalizer=normalizer,
-                )
-                loss = loss._replace(total=loss.total + objective.future_weight * more.total)
-        return loss
+        total = loss.total
+        if self.objective.augmented:
+            kl_BT = self._divergence(shared, h_BTE, targets_BT, weights_BT)
+            sizes = self.scoring.sizes
+            more = nll_loss(sizes, kl_BT, targets_BT, weights_BT, normalizer).total
+            total += self.objective.augmented * more
+        for ahead in range(1, self.objective.future + 1):
+            later_BT = _shifted(self.scoring.layout, targets_BT, tokens, ahead)
+            # A position that predicts nothing next predicts nothing further on.
+            later_BT = jnp.where(valid_labels(self.scoring.sizes, targets_BT), later_BT, IGNORE)
+            h_later_BTD = where_counted(self.scoring.sizes, h_BTD, later_BT, weights_BT)
+            h_BTE = self.transform(shared, self._ahead(h_later_BTD, ahead))
+            plain = Objective(chunk=self.objective.chunk)
+            more = self._entropy(plain, shared, h_BTE, later_BT, weights_BT, normalizer).total
+            total += self.objective.future_weight * more
+        return loss._replace(total=total)
+
+    def _entropy(
+        self,
+        objective: Objective,
+        shared: Shared,
+        h_BTE: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array | None,
+    ) -> Loss:
+        return linear_cross_entropy(
+            self.scoring,
+            objective,
+            h_BTE,
+            self._rows(shared),
+            targets_BT,
+            weights_BT,
+            bias_V=self._bias(),
+            normalizer=normalizer,
+        )
+
+    def _divergence(
+        self,
+        shared: Shared,
+        h_BTE: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+    ) -> jax.Array:
+        """KL(ỹ‖ŷ) per token, see `augmented.py`."""
+        scoring, objective, table_VD = self.scoring, self.objective, shared["table"]
+        if not objective.augmented_targets:
+            table_VD = lax.stop_gradient(table_VD)
+        u_BTD = lookup(
+            scoring.layout, table_VD, targets_BT, logical=scoring.sizes.logical, dtype=h_BTE.dtype
+        )
+        h_BTE = where_counted(scoring.sizes, h_BTE, targets_BT, weights_BT)
+        rows, bias_V = self._rows(shared), self._bias()
+        return augmented_kl(scoring, objective, h_BTE, rows, bias_V, u_BTD, table_VD, targets_BT)
 
     def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         return -per_token(
