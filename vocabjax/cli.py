@@ -139,7 +139,7 @@ def _dry_run(config: Config, layout: Layout) -> None:
     with jax.set_mesh(layout.mesh):
         check_fit(config, layout)
         note = "V is set: the data were not read"
-        if config.vocab.size is None:
+        if config.needs_data:
             setup = Setup.of(config, layout)
             setup.batches()  # may find the text too short
             config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
