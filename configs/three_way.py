@@ -2,7 +2,8 @@
 
     python run.py train three_way
 
-Expect: TODO
+Expect: validation loss 5.35 (bits per byte are not defined: headwords are read, not predicted); 484,096 parameters, 262,144 in the
+vocabulary; about four minutes on two cores. Of each entry, the first 256 tokens: 9 % of the definitions' tokens lie beyond.
 """
 
 from dataclasses import replace
@@ -16,10 +17,6 @@ config = replace(
     base,
     vocab=replace(base.vocab, head=TiedHead()),
     trunk=EncoderDecoderConfig(layers=2, heads=4, kv_heads=2, ffn=192, source_table="shared"),
-    data=replace(
-        base.data,
-        source="gcide",
-        prefix_end="\n",
-        max_train_tokens=400_000,
-    ),
+    data=replace(base.data, source="gcide", prefix_end="\n", length=256, max_train_tokens=400_000),
+    train=replace(base.train, steps=400, batch=8),
 )
