@@ -391,16 +391,6 @@ def test_what_cannot_work_is_refused() -> None:
 # --- whole runs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def dictionary(corpus: Path) -> Path:
-    """Headword, line's end, definition: the invented language of the corpus, cut after its second word."""
-    path = corpus.parent / "dictionary.jsonl"
-    texts = [json.loads(line)["text"].split(" ", 2) for line in corpus.read_text().splitlines()]
-    entries = [f"{first} {second}\n{rest}" for first, second, rest in texts]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in entries))
-    return path
-
-
 def run_config(dictionary: Path, **settings: Any) -> Config:
     return Config(
         vocab=replace(vocab_of("three_way"), size=None),
