@@ -90,9 +90,13 @@ def loss_of(blueprint: Blueprint) -> Callable[[Params, dict[str, np.ndarray]], A
     run = quick_jit(
         jax.value_and_grad(lambda p, tokens, targets: blueprint.bind(p).loss(tokens, targets).total)
     )
-    return lambda params, host: run(
-        params, tokens_of(blueprint, host), put(blueprint.layout, host["targets"], "batch", "seq")
-    )
+
+    def on_mesh(params: Params, host: dict[str, np.ndarray]) -> Any:
+        targets_BT = put(blueprint.layout, host["targets"], "batch", "seq")
+        with jax.set_mesh(blueprint.layout.mesh):
+            return run(params, tokens_of(blueprint, host), targets_BT)
+
+    return on_mesh
 
 
 # --- values ------------------------------------------------------------------------------------------------------------
