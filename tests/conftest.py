@@ -40,3 +40,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VOCABJAX_CACHE", str(directory / "cache"))
         yield path
+
+
+@pytest.fixture(scope="session")
+def dictionary(corpus: Path) -> Path:
+    """The same documents as entries: two words, a line's end, the rest."""
+    path = corpus.parent / "dictionary.jsonl"
+    texts = [json.loads(line)["text"].split(" ", 2) for line in corpus.read_text().splitlines()]
+    entries = [f"{first} {second}\n{rest}" for first, second, rest in texts]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in entries))
+    return path

@@ -123,10 +123,13 @@ def test_a_config_is_short_and_says_what_to_expect(path: Path) -> None:
     assert command.strip() == f"python run.py train {path.stem}"
     assert re.match(r"Expect: .*\d", expectation)  # a number, measured
     code = [line for line in source.split('"""')[2].splitlines() if line.strip()]
-    assert path.stem == "base" or len(code) <= 15
+    assert path.stem in ("base", "three_way") or len(code) <= 15
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+DECODERS = [path for path in CONFIGS if path.stem != "three_way"]  # see test_encoder_decoder
+
+
+@pytest.mark.parametrize("path", DECODERS, ids=lambda path: path.stem)
 def test_every_config_dry_runs(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,17 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from models import layout_on
 
 from vocabjax.config import differences
-from vocabjax.data import DataConfig
+from vocabjax.data import DataConfig, TokenStream
 from vocabjax.experiment import Spread, depth_of_equal_parameters, difference, read_results
 from vocabjax.find import load_experiment
 from vocabjax.log import read_metrics
 from vocabjax.model import Blueprint
 
 study_of_tying: Any = load_experiment("tied_vs_untied")
+study_of_three: Any = load_experiment("three_way")
 CELL = study_of_tying.Cell(width=32, vocab_size=512, train_tokens=4000, passes=2)
 ONE = "data=1,model=1"
 
@@ -124,3 +126,54 @@ def test_the_verdict_compares_seed_by_seed_and_names_no_sign_that_seeds_dispute(
 def test_a_spread_of_one_value_shows_no_range() -> None:
     assert Spread.of([1.25]).show() == "1.250"
     assert Spread.of([1.0, 2.0]).show(1) == "1.5 (1.0 … 2.0)"
+
+
+# --- three-way tying ---------------------------------------------------------------------------------------------------
+
+
+def test_three_tyings_differ_in_tables_alone(
+    dictionary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def data(**settings: Any) -> DataConfig:
+        return DataConfig(**{**settings, "source": f"files:{dictionary}", "vocab_size": 300})
+
+    monkeypatch.setattr(study_of_three, "DataConfig", data)
+    arms = study_of_three.arms_of(4000, 1, 2)
+    none, target, three_way = (arm.config for arm in arms)
+    assert none.train.seed == 2
+    assert [line.split(":")[0] for line in differences(target, none)] == ["vocab.head.kind"]
+    assert [line.split(":")[0] for line in differences(three_way, target)] == ["trunk.source_table"]
+    for tables, config in ((3, none), (2, target), (1, three_way)):
+        config = config.with_separator(10)
+        blueprint = Blueprint(config.vocab, config.trunk, layout_on(ONE))
+        assert blueprint.count("vocab/") == tables * 64 * config.vocab.size
+
+
+def test_three_tyings_are_compared_seed_by_seed() -> None:
+    losses = {
+        "no tying": (5.0, 6.0),
+        "target tying": (4.9, 5.6),
+        "three-way tying": (5.25, 5.75),
+    }
+    records = [
+        record("a cell", arm, seed, loss, 4.0) | {"curve": [{"validation_loss": loss}]}
+        for arm, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    ]
+    lines = study_of_three.verdict(records).splitlines()
+    assert lines[0].startswith(
+        "a cell: target tying, against no tying: validation loss falls (-0.250 (-0.400 … -0.100) nats)"
+    )
+    assert "three-way tying, against no tying: validation loss moves either way" in lines[1]
+    assert lines[2].startswith(
+        "a cell: three-way tying, against target tying: validation loss rises (+0.250 (+0.150 … +0.350) nats)"
+    )
+
+
+def test_a_wrong_source_changes_nothing_but_the_source() -> None:
+    tokens = np.array([0, 11, 12, 5, 13, 5, 0, 21, 22, 0, 31, 5, 32, 33, 0], np.uint16)
+    stream = TokenStream(tokens, 0, None, 5)
+    right, wrong = (study_of_three.with_source_of(stream, ahead) for ahead in (0, 1))
+    assert right.tokens.tolist() == [0, 11, 12, 5, 13, 5, 0, 31, 5, 32, 33, 0]
+    assert wrong.tokens.tolist() == [0, 31, 5, 13, 5, 0, 11, 12, 5, 32, 33, 0]
+    assert wrong.prefix_end == 5

@@ -1,4 +1,4 @@
-"""Causal attention inside documents, heads sharded: each device computes its own query heads.
+"""Attention inside documents, causal or not, heads sharded: each device computes its own query heads.
 
 `jax.nn.dot_product_attention` takes no segment ids, so documents are kept apart by a mask; where the backend has a fused
 kernel that does (splash attention on TPU), that is used. On GPU the mask goes to cuDNN's fused attention as a dense operand;
@@ -21,14 +21,19 @@ def attention(
     segment_q_BT: jax.Array,
     segment_kv_BS: jax.Array,
     start: jax.Array | None = None,
+    *,
+    causal: bool = True,
 ) -> jax.Array:
     """Softmax attention [B, T, N, K]; a query sees keys of its own segment at or before its own index.
+
+    A query that sees none is computed from something: keep it from mattering.
 
     Args:
       q_BTNK: N query heads, sharded by the rule for `"heads"`.
       k_BSGK, v_BSGK: G key/value heads, N a multiple of G; replicated when G does not divide over the axis.
       segment_q_BT, segment_kv_BS: document of each token.
       start: index of the first query among the keys (decoding with a cache); None: 0, and S = T.
+      causal: False: it sees later keys of its segment too.
     """
     kv_heads = kv_axis(layout, k_BSGK.shape[2])
     tokens = layout.spec("batch", "seq")
@@ -54,11 +59,12 @@ def attention(
             )
         length = q.shape[1]
         if start is None and not seq_axes and _splash_fits(platform, q, k):
-            return _splash(q, k, v, segment_q, segment_kv)
+            return _splash(q, k, v, segment_q, segment_kv, causal)
         offset = lax.axis_index(seq_axes) * length if seq_axes else jnp.int32(0)
         index_q = offset + jnp.arange(length) + (0 if start is None else start)
-        is_past = jnp.arange(k.shape[1]) <= index_q[:, None]
-        mask = is_past & (segment_q[:, :, None] == segment_kv[:, None, :])
+        mask = segment_q[:, :, None] == segment_kv[:, None, :]
+        if causal:
+            mask &= jnp.arange(k.shape[1]) <= index_q[:, None]
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -107,7 +113,12 @@ def _splash_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:
 
 
 def _splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_q: jax.Array, segment_kv: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_q: jax.Array,
+    segment_kv: jax.Array,
+    causal: bool,
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only
         splash_attention_kernel as kernel,
@@ -115,7 +126,8 @@ def _splash(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, heads = q.shape[1], q.shape[2]
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    kind = masks.CausalMask if causal else masks.FullMask
+    mask = masks.MultiHeadMask([kind((length, length))] * heads)
     attend = kernel.make_splash_mha_single_device(mask=mask)
     scale = q.shape[-1] ** -0.5
 

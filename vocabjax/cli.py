@@ -141,12 +141,13 @@ def _dry_run(config: Config, layout: Layout) -> None:
     with jax.set_mesh(layout.mesh):
         check_fit(config, layout)
         note = "V is set: the data were not read"
-        if config.vocab.size is None:
+        if config.needs_data:
             setup = Setup.of(config, layout)
             setup.batches()  # may find the text too short
             config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
             note = "V was read from the prepared data"
         else:
+            assert config.vocab.size is not None  # or the data would be needed
             lexicon = Lexicon.stand_in(config.vocab.size)
             blueprint = Blueprint(config.vocab, config.trunk, layout, lexicon)
             optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)

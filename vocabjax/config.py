@@ -21,6 +21,7 @@ from cattrs.v import format_exception
 
 from vocabjax import optim
 from vocabjax.data import DataConfig
+from vocabjax.encoder_decoder import EncoderDecoderConfig
 from vocabjax.errors import UserError, nearest
 from vocabjax.optim import OptimConfig
 from vocabjax.trunk import TrunkConfig
@@ -32,6 +33,10 @@ PARTS: dict[type[PartConfig], ModuleType] = {
     InputConfig: inputs,
     HeadConfig: heads,
     MemoryConfig: memories,
+}
+TRUNKS: dict[str, type[TrunkConfig]] = {
+    "decoder": TrunkConfig,
+    "encoder_decoder": EncoderDecoderConfig,
 }
 
 
@@ -101,6 +106,34 @@ class Config:
         self.data.check()
         self.train.check()
         optim.check(self.optim, self.train.steps)
+        if isinstance(self.trunk, EncoderDecoderConfig) and self.data.prefix_end is None:
+            raise UserError(
+                "an encoder-decoder reads the beginning of each document as its source: set data.prefix_end to what ends "
+                "it, such as a line's end for data.source = 'gcide'"
+            )
+
+    @property
+    def needs_data(self) -> bool:
+        """Something of the model is not known before the data are read."""
+        trunk = self.trunk
+        return self.vocab.size is None or (
+            isinstance(trunk, EncoderDecoderConfig) and trunk.separator is None
+        )
+
+    def with_separator(self, separator: int | None) -> "Config":
+        """The config with the id that ends a source filled in from the data, where the model asks for one.
+
+        Raises:
+          UserError: it names another one.
+        """
+        if not isinstance(self.trunk, EncoderDecoderConfig):
+            return self
+        if self.trunk.separator not in (None, separator):
+            raise UserError(
+                f"trunk.separator = {self.trunk.separator}, but data.prefix_end = {self.data.prefix_end!r} is id {separator} "
+                "of the tokenizer; leave trunk.separator unset"
+            )
+        return dataclasses.replace(self, trunk=dataclasses.replace(self.trunk, separator=separator))
 
     def with_size(self, size: int) -> "Config":
         """The config with V filled in from the data.
@@ -169,8 +202,16 @@ def differences(ours: Config, theirs: Config) -> list[str]:
     pairs = [(key, b.get(key), a.get(key)) for key in sorted(a | b)]
     # NaN differs from itself.
     return [
-        f"{k}: {old} → {new}" for k, old, new in pairs if old != new and (old == old or new == new)
+        f"{k}: {shown(old)} → {shown(new)}"
+        for k, old, new in pairs
+        if old != new and (old == old or new == new)
     ]
+
+
+def shown(value: Any) -> str:
+    """A setting on one line: a line's end, say, as its escape."""
+    text = str(value)
+    return text if text.isprintable() else repr(value)
 
 
 def _explain(error: BaseException, wanted: type | None) -> str:
@@ -243,6 +284,29 @@ def _converter() -> cattrs.Converter:
     def _(cls: Any) -> Any:
         fields = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
         return lambda values, _: fields(_require(values, dict, "an object"), cls)
+
+    # The trunk, like a part, is written with its kind; without one, it is the decoder alone.
+    trunks = {
+        kind: make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
+        for kind, cls in TRUNKS.items()
+    }
+
+    def is_trunk(cls: Any) -> bool:
+        return cls is TrunkConfig
+
+    def unstructure_trunk(trunk: TrunkConfig) -> dict[str, Any]:
+        kind = next(kind for kind, cls in TRUNKS.items() if cls is type(trunk))
+        return {"kind": kind, **{f.name: getattr(trunk, f.name) for f in dataclasses.fields(trunk)}}
+
+    def structure_trunk(values: Any, _: Any) -> Any:
+        values = dict(_require(values, dict, "an object"))
+        kind = values.pop("kind", "decoder")
+        if kind not in TRUNKS:
+            raise UserError(f"has the unknown kind {kind!r}{nearest(str(kind), TRUNKS)}")
+        return trunks[kind](values, TRUNKS[kind])
+
+    converter.register_unstructure_hook_func(is_trunk, unstructure_trunk)
+    converter.register_structure_hook_func(is_trunk, structure_trunk)
 
     def is_part(cls: Any) -> bool:
         return isinstance(cls, type) and issubclass(cls, PartConfig)

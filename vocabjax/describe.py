@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from vocabjax.config import Config, to_json
+from vocabjax.config import Config, shown, to_json
 from vocabjax.evaluate import Decile
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
@@ -213,4 +213,4 @@ def _cell(value: Any) -> str:
 def _plain(value: Any) -> str:
     if value is None:
         return "None"
-    return json.dumps(value) if isinstance(value, list) else str(value)
+    return json.dumps(value) if isinstance(value, list) else shown(value)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vocabjax.data import TokenStream, evaluation_batches
+from vocabjax.data.windows import WindowSource
 from vocabjax.errors import UserError
 from vocabjax.model import Blueprint, Params
 from vocabjax.step import Arrays, to_device, tokens_of
@@ -36,11 +37,11 @@ class Evaluation:
 
     Attributes:
       nll: Σ −log p(target), nats.
-      tokens: number of targets; those that the vocabulary bans are left out.
+      tokens: number of targets; those that the vocabulary bans, and those of prefixes, are left out.
       loss: nll / tokens.
       perplexity: exp(loss).
       bits_per_byte: nll / (ln 2 · UTF-8 bytes of the real text); end-of-text counts zero bytes, its loss is included.
-        None when the bytes are not known, or a banned target was left out, whose bytes nobody can tell.
+        None when the bytes are not known, or a target was left out, whose bytes nobody can tell.
       by_mass: ten bins of equal token mass in the training split, commonest ids first.
       by_type: ten bins of equally many ids, commonest first.
     """
@@ -99,14 +100,14 @@ class Evaluator:
 
         Raises:
           IdError: an id of the stream lies outside the model's vocabulary.
-          UserError: the vocabulary bans every target.
+          UserError: no target is left.
         """
         nll = np.zeros((2, BINS))
         tokens = np.zeros((2, BINS))
         layout, sizes = self.blueprint.layout, self.blueprint.sizes
         index, processes = layout.process_share()
         shards = layout.shards("batch")
-        windows = -(-(len(stream.tokens) - 1) // length)
+        windows = len(WindowSource(stream, length, pad_last=True))
         batch = min(batch, max(1, -(-windows // shards)) * shards)  # more would be rows of padding
         for host in evaluation_batches(
             stream, length=length, batch=batch, process_index=index, process_count=processes
@@ -122,7 +123,9 @@ class Evaluator:
             tokens += np.asarray(sums[1], np.float64)
         total, count = float(nll[0].sum()), int(tokens[0].sum())
         if not count:
-            raise UserError("vocab.banned holds every target: nothing is left to evaluate")
+            raise UserError(
+                "nothing is left to evaluate: vocab.banned holds every target, or the documents' prefixes do"
+            )
         loss = total / count
         left_out = len(stream.tokens) - 1 - count
         bits = None if left_out or not stream.bytes else total / math.log(2) / stream.bytes

@@ -109,6 +109,15 @@ class Spread:
         numbers = list(values)
         return Spread(mean(numbers), min(numbers), max(numbers))
 
+    @property
+    def direction(self) -> str:
+        """Of a change: what every seed agrees on."""
+        if self.low > 0:
+            return "rises"
+        if self.high < 0:
+            return "falls"
+        return "moves either way by the seed"
+
     def show(self, digits: int = 3, sign: bool = False) -> str:
         plus = "+" if sign else ""
         text = f"{self.mean:{plus}.{digits}f}"
@@ -126,6 +135,23 @@ def difference(
         if result["cell"] == cell and result["arm"] in by_seed:
             by_seed[result["arm"]][result["seed"]] = value(result)
     return Spread.of(by_seed[arm][seed] - by_seed[base][seed] for seed in by_seed[arm])
+
+
+def over(
+    seeds: Iterable[Result],
+    key: str,
+    part: str | None = None,
+    show: Callable[[Spread], str] = Spread.show,
+) -> str:
+    """A figure over seeds; None where a run does not know it, as bits per byte of unknown bytes."""
+    values = [(result[part] if part else result)[key] for result in seeds]
+    return "unknown" if None in values else show(Spread.of(values))
+
+
+def lowest(result: Result) -> float:
+    """The lowest validation loss of any evaluation: where early stopping would have stopped."""
+    loss: float = min(point["validation_loss"] for point in result["curve"])
+    return loss
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

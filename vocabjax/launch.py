@@ -66,6 +66,9 @@ def start(launch: Launch, *, one_device: bool = False) -> Layout:
 def _simulate(count: int) -> None:
     if count < 1:
         raise UserError(f"--devices {count} must be at least 1")
+    # Simulated devices share a pool of as many threads as there are devices or cores, and a thread waits inside a collective.
+    # With several collectives of one device in flight, all of them may wait for a device that has no thread left.
+    os.environ.setdefault("PJRT_NPROC", str(4 * count))
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # called as a library, after JAX started: its devices must do

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from vocabjax.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, SourceVocab
 from vocabjax.mesh import Layout
 from vocabjax.param import ParamInfo, Scope, param_infos, total_size
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
@@ -31,6 +32,10 @@ class LanguageModel(nnx.Module):
         """
         vocab.check()
         trunk.check(vocab.width)
+        if isinstance(trunk, EncoderDecoderConfig):
+            self.vocab: Vocab = SourceVocab(vocab, trunk, scope / "vocab", lexicon)
+            self.trunk: Trunk = EncoderDecoder(trunk, scope / "trunk", vocab.width)
+            return
         shape = TrunkShape(trunk.layers, trunk.kv_heads, trunk.width_of_head(vocab.width))
         self.vocab = Vocab(vocab, trunk=shape, lexicon=lexicon, scope=scope / "vocab")
         self.trunk = Trunk(trunk, scope / "trunk", vocab.width, self.vocab.memories)

@@ -8,7 +8,6 @@ values of every parameter that two arms share are equal, because random keys fol
 residual projections `o` and `down` are drawn with a scale of (2L)^−½, so those of the deeper arm are as much smaller.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,9 @@ from vocabjax.experiment import (
     Spread,
     depth_of_equal_parameters,
     difference,
+    lowest,
     markdown_table,
+    over,
     run_arms,
     with_layers,
     write_results,
@@ -163,13 +164,13 @@ def table(results: list[Result]) -> str:
                     f"{first['vocab_parameters']:,}",
                     f"{first['trunk_parameters']:,}",
                     f"{first['train_flops']:.2e}",
-                    _over(seeds, "loss", "training"),
-                    _over(seeds, "loss", "validation"),
-                    Spread.of(map(_lowest, seeds)).show(),
-                    _over(seeds, "perplexity", "validation", lambda spread: spread.show(1)),
-                    _over(seeds, "bits_per_byte", "validation"),
-                    _over(seeds, "gap"),
-                    _over(seeds, "tokens_per_second", show=lambda spread: f"{spread.mean:,.0f}"),
+                    over(seeds, "loss", "training"),
+                    over(seeds, "loss", "validation"),
+                    Spread.of(map(lowest, seeds)).show(),
+                    over(seeds, "perplexity", "validation", lambda spread: spread.show(1)),
+                    over(seeds, "bits_per_byte", "validation"),
+                    over(seeds, "gap"),
+                    over(seeds, "tokens_per_second", show=lambda spread: f"{spread.mean:,.0f}"),
                 ]
             )
         parts.append(f"**{cell}**\n\n{markdown_table(header, rows)}")
@@ -185,8 +186,8 @@ def verdict(results: list[Result]) -> str:
             validation = difference(results, cell, arm, UNTIED, lambda r: r["validation"]["loss"])
             training = difference(results, cell, arm, UNTIED, lambda r: r["training"]["loss"])
             changes.append(
-                f"{what} validation loss {_direction(validation)} ({validation.show(sign=True)} nats) "
-                f"and training loss {_direction(training)} ({training.show(sign=True)})"
+                f"{what} validation loss {validation.direction} ({validation.show(sign=True)} nats) "
+                f"and training loss {training.direction} ({training.show(sign=True)})"
             )
         seeds = len({r["seed"] for r in results if r["cell"] == cell})
         lines.append(
@@ -229,27 +230,3 @@ def study(
         plot(results, out / "curves.png")
         print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
     return results
-
-
-def _over(
-    seeds: list[Result],
-    key: str,
-    part: str | None = None,
-    show: Callable[[Spread], str] = Spread.show,
-) -> str:
-    """A figure over seeds; None where a run does not know it, as bits per byte of unknown bytes."""
-    values = [(result[part] if part else result)[key] for result in seeds]
-    return "unknown" if None in values else show(Spread.of(values))
-
-
-def _lowest(result: Result) -> float:
-    """The lowest validation loss of any evaluation: where early stopping would have stopped."""
-    return min(point["validation_loss"] for point in result["curve"])
-
-
-def _direction(change: Spread) -> str:
-    if change.low > 0:
-        return "rises"
-    if change.high < 0:
-        return "falls"
-    return "moves either way by the seed"

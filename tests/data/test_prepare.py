@@ -444,3 +444,21 @@ def test_settings_are_checked_before_anything_is_read(settings):
     for check in (config.check, Config(data=config).check, lambda: prepare(config)):
         with pytest.raises(UserError, match=rf"^data\.{next(iter(settings))} "):
             check()
+
+
+def test_the_end_of_a_prefix_is_one_token_that_occurs(config, tmp_path):
+    plain = prepare(config)
+    dataset = prepare(replace(config, prefix_end=":"))
+    (end,) = dataset.tokenizer.encode(":").ids
+    assert plain.train.prefix_end is None
+    assert (dataset.train.prefix_end, dataset.validation.prefix_end) == (end, end)
+    assert dataset.fingerprint == plain.fingerprint  # the same tokens
+    np.testing.assert_array_equal(dataset.train.tokens, plain.train.tokens)
+    with pytest.raises(UserError, match=r"prefix_end = '::' must be one token.*':', ':'"):
+        prepare(replace(config, prefix_end="::"))
+    with pytest.raises(UserError, match="prefix_end = '' must be one token"):
+        prepare(replace(config, prefix_end=""))
+    with pytest.raises(UserError, match=r"prefix_end = '%' occurs nowhere in the train split"):
+        prepare(replace(config, prefix_end="%"))
+    with pytest.raises(UserError, match="a tokens: source does not know"):
+        prepare(DataConfig(source="tokens:ids.npy", prefix_end=":"))

@@ -261,3 +261,100 @@ def test_too_little_text_gives_the_counts():
         train_batches(random_stream(30), length=5, batch=8, seed=0)
     with pytest.raises(UserError, match="1 tokens"):
         evaluation_batches(random_stream(1), length=5, batch=8)
+
+
+# Documents with a prefix
+
+BAR = 5  # ends a prefix
+
+
+def prefixed(documents):
+    tokens = [END]
+    for document in documents:
+        tokens += [*document, END]
+    return TokenStream(np.asarray(tokens, np.uint32), END, None, BAR)
+
+
+def random_documents(count, longest=9):
+    """Tokens say where they stand: 100 · document + offset. Some documents have no prefix, some have two ends."""
+    rng = np.random.default_rng(count)
+    documents = []
+    for number in range(1, count + 1):
+        document = [100 * number + i for i in range(rng.integers(1, longest))]
+        for at in rng.integers(0, 2 * len(document), 2):
+            document[at : at + 1] = [BAR] if at < len(document) else []
+        documents.append(document)
+    return documents
+
+
+def test_a_window_of_documents_ignores_prefixes_and_what_does_not_fit():
+    documents = [[11, BAR, 12, 13], [21, 22, BAR, 23], [31, BAR, 32, 33, 34, 35, 36, 37], [41]]
+    stream = prefixed(documents)
+    source = WindowSource(stream, 7)
+    expected = [
+        # The second document would not end inside: it begins the next window.
+        ([END, 11, BAR, 12, 13, 0, 0], [-100, -100, 12, 13, END, -100, -100]),
+        ([END, 21, 22, BAR, 23, 0, 0], [-100, -100, -100, 23, END, -100, -100]),
+        # The third is longer than a window: its beginning is kept.
+        ([END, 31, BAR, 32, 33, 34, 35], [-100, -100, 32, 33, 34, 35, 36]),
+        ([END, 41, 0, 0, 0, 0, 0], [-100] * 7),
+    ]
+    assert len(source) == windows_per_pass(stream, 7) == len(expected)
+    for i, (ids, targets) in enumerate(expected):
+        assert source[i]["ids"].tolist() == ids
+        assert source[i]["targets"].tolist() == targets
+        assert source[i]["segment"].tolist() == [1] * 7
+        assert source[i]["position"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("length", [3, 10, 40])
+@pytest.mark.parametrize("count", [1, 5, 30])
+def test_each_target_after_a_prefix_is_read_once_with_all_of_its_document_before_it(count, length):
+    documents = random_documents(count)
+    expected = []
+    for document in documents:
+        read = [END, *document, END]
+        end = read.index(BAR) if BAR in read else len(read)
+        expected += [(read[: t + 1], read[t + 1]) for t in range(end, min(length, len(read) - 1))]
+    found, source = [], WindowSource(prefixed(documents), length, pad_last=True)
+    for window in (source[i] for i in range(len(source))):
+        for t in np.flatnonzero(window["targets"] != -100):
+            start = t - window["position"][t]
+            found.append((window["ids"][start : t + 1].tolist(), int(window["targets"][t])))
+    assert found == expected
+    assert len(source) <= count
+
+
+def test_windows_of_documents_end_where_a_stream_is_cut_off():
+    whole = prefixed([[11, BAR, 12], [21, BAR, 22, 23]])
+    cut = TokenStream(whole.tokens[:-2], END, None, BAR)
+    source = WindowSource(cut, 9)
+    assert len(source) == 1
+    assert source[0]["targets"].tolist() == [-100, -100, 12, END, -100, -100, 22, -100, -100]
+
+
+def test_batches_of_documents_are_shared_out_and_resumed_like_others():
+    stream = prefixed(random_documents(60))
+    arguments = {"length": 12, "batch": 4, "accumulate": 2, "seed": 1}
+    whole = take(train_batches(stream, **arguments), 9)
+    parts = [
+        take(train_batches(stream, **arguments, process_index=i, process_count=2), 9)
+        for i in range(2)
+    ]
+    joined = [
+        {field: np.concatenate([one[field], two[field]], axis=1) for field in FIELDS}
+        for one, two in zip(*parts, strict=True)
+    ]
+    assert_equal(joined, whole)
+    first = train_batches(stream, **arguments)
+    take(first, 5)
+    second = train_batches(stream, **arguments)
+    second.set_state(first.get_state())
+    assert_equal(take(second, 4), whole[5:])
+    batches = [
+        evaluation_batches(stream, length=12, batch=4, process_index=i, process_count=2)
+        for i in range(2)
+    ]
+    evaluated = [int((b["targets"] >= 0).sum()) for share in batches for b in share]
+    source = WindowSource(stream, 12)
+    assert sum(evaluated) == sum(int((source[i]["targets"] >= 0).sum()) for i in range(len(source)))

@@ -10,7 +10,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class DataConfig:
             in the JSON format of `tokenizers`.
         vocab_size: ids asked of BPE training; small texts give fewer, and `Dataset.size` tells.
         end_of_text: the special token between documents; a loaded tokenizer must have it.
+        prefix_end: documents begin with a prefix that is read and not predicted: up to and including the first such
+            token, such as "\n" (a dictionary's headword). Windows then hold whole documents: `vocabjax.data.windows`.
+            None: every token is predicted.
         length: T, the tokens of a window.
         validation: the share of documents held out (of `tokens:FILE`, and of a lone document: the
             last part).
@@ -51,6 +54,7 @@ class DataConfig:
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     end_of_text: str = "<|endoftext|>"
+    prefix_end: str | None = None
     length: int = 128
     validation: float = 0.1
     max_train_tokens: int | None = None
@@ -76,6 +80,10 @@ class DataConfig:
                 raise UserError(f"data.{field} = {value} must be at least {least} and below 2^31")
         if not self.end_of_text:
             raise UserError("data.end_of_text must not be empty")
+        if self.prefix_end is not None and self.source.startswith("tokens:"):
+            raise UserError(
+                "data.prefix_end is a token's text, which a tokens: source does not know: give a text"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +96,13 @@ class TokenStream:
         bytes: UTF-8 bytes of the real text, end-of-text counting 0; None when not known, and when
             the tokens do not decode to exactly the text. For a `tokens:` file that declares its
             bytes: its share of them by tokens, an estimate.
+        prefix_end: the id that ends the prefix of each document; None: there are no prefixes.
     """
 
     tokens: np.ndarray
     end_of_text: int | None
     bytes: int | None
+    prefix_end: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +168,27 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
             "%s changes the text (what it decodes to differs): bits per byte are unknown",
             name,
         )
-    return dataset
+    return dataset if config.prefix_end is None else _with_prefix(dataset, config.prefix_end)
+
+
+def _with_prefix(dataset: Dataset, text: str) -> Dataset:
+    """The streams told which token ends a prefix."""
+    assert dataset.tokenizer is not None  # it is of text
+    found = dataset.tokenizer.encode(text, add_special_tokens=False)
+    if len(found.ids) != 1:
+        raise UserError(
+            f"data.prefix_end = {text!r} must be one token, but the tokenizer makes {found.tokens} of it"
+        )
+    (end,) = found.ids
+    streams = {
+        name: replace(getattr(dataset, name), prefix_end=end) for name in ("train", "validation")
+    }
+    for name, stream in streams.items():
+        if not (stream.tokens == end).any():
+            raise UserError(
+                f"data.prefix_end = {text!r} occurs nowhere in the {name} split, so nothing would be predicted"
+            )
+    return replace(dataset, **streams)
 
 
 def split_documents(

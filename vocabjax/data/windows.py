@@ -4,6 +4,10 @@ A stream `E d1 E d2 … E` is read as windows of T + 1 tokens at stride T. Windo
 iT; its ids are the first T tokens, its targets the last T (position t predicts token t + 1), so
 every token but the first is a target exactly once. Windows are random access, which is what gives
 one global order for every number of processes.
+
+A stream whose documents begin with a prefix that is read and not predicted (`TokenStream.prefix_end`)
+is cut at documents instead: cut inside one, a window would hold targets without what they follow
+from. Each window holds as many whole documents as fit; of one longer than T, its first T tokens.
 """
 
 from collections.abc import Sequence
@@ -23,8 +27,8 @@ _READING = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 def windows_per_pass(stream: TokenStream, length: int) -> int:
-    """The number of full windows: steps times batch over this is the number of passes."""
-    return max(0, (len(stream.tokens) - 1) // length)
+    """The number of training windows: steps times batch over this is the number of passes."""
+    return len(WindowSource(stream, length))
 
 
 class WindowSource:
@@ -38,14 +42,20 @@ class WindowSource:
         stream: the tokens.
         length: T.
         pad_last: also give the last, partial window: pads have id 0 and label −100, and continue
-            its segment.
+            its segment. Windows of whole documents are all given, and padded, in any case.
     """
 
     def __init__(self, stream: TokenStream, length: int, *, pad_last: bool = False) -> None:
         self._stream = stream
         self._length = length
         targets = max(0, len(stream.tokens) - 1)
+        self._spans: Sequence[tuple[int, int]] | None = (
+            None  # of whole documents: start, last target
+        )
         self._windows = -(-targets // length) if pad_last else targets // length
+        if stream.prefix_end is not None:
+            self._spans = _document_spans(stream, length)
+            self._windows = len(self._spans)
 
     def __len__(self) -> int:
         return self._windows
@@ -53,15 +63,38 @@ class WindowSource:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < self._windows:
             raise IndexError(f"window {index} of {self._windows}")
-        start = index * self._length
-        return _window(
-            self._stream.tokens[start : start + self._length + 1],
-            self._length,
-            self._stream.end_of_text,
-        )
+        start, last = index * self._length, (index + 1) * self._length
+        if self._spans is not None:
+            start, last = self._spans[index]
+        stream = self._stream
+        window = _window(stream.tokens[start : last + 1], self._length, stream.end_of_text)
+        if stream.prefix_end is not None:
+            window["targets"][_is_prefix(window, stream.prefix_end)] = IGNORE
+        return window
 
     def __repr__(self) -> str:
         return f"WindowSource(windows={self._windows}, length={self._length})"
+
+
+def _document_spans(stream: TokenStream, length: int) -> list[tuple[int, int]]:
+    """(first token, last target) of each window: as many documents, from where the one before ended, as fit."""
+    ends = np.flatnonzero(stream.tokens == stream.end_of_text)  # each opens a document
+    last = len(stream.tokens) - 1
+    bounds = ends if len(ends) and ends[-1] == last else np.append(ends, last)
+    spans, at = [], 0
+    while at < len(bounds) - 1:
+        start = int(bounds[at])
+        fit = int(np.searchsorted(bounds, start + length, side="right")) - 1
+        spans.append((start, int(bounds[fit]) if fit > at else start + length))
+        at = max(fit, at + 1)
+    return spans
+
+
+def _is_prefix(window: Batch, prefix_end: int) -> np.ndarray:
+    """bool [T]: no `prefix_end` yet in the position's document, so that what follows it is still the prefix."""
+    index_T = np.arange(len(window["ids"]))
+    last_T = np.maximum.accumulate(np.where(window["ids"] == prefix_end, index_T, -1))
+    return np.asarray(last_T < index_T - window["position"])
 
 
 def train_batches(
