@@ -83,8 +83,8 @@ def albert_paths(theirs: Arrays) -> Arrays:
     embeddings, encoder = "albert.embeddings", "albert.encoder.embedding_hidden_mapping_in"
     return {
         "input/table": theirs[f"{embeddings}.word_embeddings.weight"],
-        "input/norm/scale": theirs[f"{embeddings}.LayerNorm.weight"],
-        "input/norm/bias": theirs[f"{embeddings}.LayerNorm.bias"],
+        "input/row_norm/scale": theirs[f"{embeddings}.LayerNorm.weight"],
+        "input/row_norm/bias": theirs[f"{embeddings}.LayerNorm.bias"],
         "input/projection": theirs[f"{encoder}.weight"].T,
         "input/bias": theirs[f"{encoder}.bias"],
         "head/dense": theirs["predictions.dense.weight"].T,
@@ -131,7 +131,7 @@ def test_albert_s_small_rows_come_out_shorter_by_our_epsilon() -> None:
     variance_BT1 = (0.02 * values["input/table"][ids]).var(-1, keepdims=True)
     shrink_BT1 = np.sqrt(variance_BT1 / (variance_BT1 + EPSILON))
     assert 1e-3 < 1 - shrink_BT1.min() < 0.02
-    still_D = values["input/norm/bias"] @ values["input/projection"] + values["input/bias"]
+    still_D = values["input/row_norm/bias"] @ values["input/projection"] + values["input/bias"]
     x_BTD = albert(arrays, rows=0.02).encode(ids)
     close(x_BTD, still_D + shrink_BT1 * (arrays["x"] - still_D))
 
@@ -190,7 +190,7 @@ def test_the_scale_is_rounded_once_where_gemma_rounds_it_to_bfloat16() -> None:
     """Field report 19: √3072 = 55.43 is 55.5 in bfloat16, which has 8 bits: a rounding moves a number by at most 2⁻⁸ of itself."""
     arrays = load("gemma_scale")
     table, theirs = arrays["weights/weight"], arrays["x"].astype(np.float64)
-    vocab = build(2, 3072, input=FullTable("sqrt_width"), dtype="bfloat16")
+    vocab = build(2, 3072, input=FullTable(scale="sqrt_width"), dtype="bfloat16")
     vocab = fill(vocab, {"input/table": table}, "input/")
     ours = np.asarray(vocab.encode(np.arange(2)[None])[0], np.float64)
     exact = table * math.sqrt(3072)
