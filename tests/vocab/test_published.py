@@ -1,7 +1,7 @@
 """Parts against published code, whose weights, outputs and gradients `tests/fixtures/make.py` froze.
 
 Both sides start from the same float32 weights. What they may differ by is float32 rounding through a few layers, theirs (float64 for
-ALBERT and the cross-entropy, float32 for Gemma) or ours, hence the tolerances: 1e−5 of the largest entry. Where a formula
+ALBERT and the cross-entropy, float32 for Gemma and Qwen) or ours, hence the tolerances: 1e−5 of the largest entry. Where a formula
 differs on purpose, a test says by how much.
 """
 
@@ -24,6 +24,7 @@ from vocabjax.vocab.heads.factorized import AlbertHead
 from vocabjax.vocab.inputs.factorized import FactorizedTable
 from vocabjax.vocab.interfaces import TrunkShape
 from vocabjax.vocab.lexicon import Lexicon
+from vocabjax.vocab.memories.engram import TAPS, Engram
 from vocabjax.vocab.memories.ple import PLE
 
 Arrays = dict[str, np.ndarray]
@@ -83,8 +84,8 @@ def albert_paths(theirs: Arrays) -> Arrays:
     embeddings, encoder = "albert.embeddings", "albert.encoder.embedding_hidden_mapping_in"
     return {
         "input/table": theirs[f"{embeddings}.word_embeddings.weight"],
-        "input/norm/scale": theirs[f"{embeddings}.LayerNorm.weight"],
-        "input/norm/bias": theirs[f"{embeddings}.LayerNorm.bias"],
+        "input/row_norm/scale": theirs[f"{embeddings}.LayerNorm.weight"],
+        "input/row_norm/bias": theirs[f"{embeddings}.LayerNorm.bias"],
         "input/projection": theirs[f"{encoder}.weight"].T,
         "input/bias": theirs[f"{encoder}.bias"],
         "head/dense": theirs["predictions.dense.weight"].T,
@@ -131,7 +132,7 @@ def test_albert_s_small_rows_come_out_shorter_by_our_epsilon() -> None:
     variance_BT1 = (0.02 * values["input/table"][ids]).var(-1, keepdims=True)
     shrink_BT1 = np.sqrt(variance_BT1 / (variance_BT1 + EPSILON))
     assert 1e-3 < 1 - shrink_BT1.min() < 0.02
-    still_D = values["input/norm/bias"] @ values["input/projection"] + values["input/bias"]
+    still_D = values["input/row_norm/bias"] @ values["input/projection"] + values["input/bias"]
     x_BTD = albert(arrays, rows=0.02).encode(ids)
     close(x_BTD, still_D + shrink_BT1 * (arrays["x"] - still_D))
 
@@ -186,11 +187,97 @@ def test_ple_is_gemma_s(name: str, output: str) -> None:
     all_close(dvocab, gemma_paths(under("gradients/", arrays), L))
 
 
+def engram_paths(theirs: Arrays, one: float) -> Arrays:
+    """Engrams of Qwen4-Exp, or their gradients, under our names and in our layouts; norms multiply by weight + one."""
+
+    def stack(name: str) -> np.ndarray:
+        return np.stack([theirs[f"{at}.{name}.weight"] for at in range(2)])
+
+    ours = {
+        f"grams/{at}": theirs[f"{at}.ple_embedding.ngram_embedding.weight"] for at in range(2)
+    } | {
+        "keys": stack("key_proj").swapaxes(1, 2),
+        "values": stack("value_proj").swapaxes(1, 2),
+        "taps": stack("conv1d")[:, :, 0, ::-1].swapaxes(1, 2),  # their last is the token itself
+        "key_norm": one + stack("norm_key"),
+        "query_norm": one + stack("norm_query"),
+        "value_norm": one + stack("norm_conv"),
+    }
+    return {f"memories/0/{name}": array for name, array in ours.items()}
+
+
+def engram(arrays: Arrays) -> tuple[Vocab, Tokens]:
+    """A vocabulary with Qwen4-Exp's hashes and weights, and its documents: eos is the last token of one.
+
+    Its ids are not compressed, and eos is what stands before a document, where ours is an id of its own.
+    """
+    ids_BT, eos = arrays["inputs/ids"].astype(np.int32), int(arrays["eos"])
+    starts_BT = np.pad(ids_BT[:, :-1] == eos, ((0, 0), (1, 0)), constant_values=True)
+    at_T = np.arange(ids_BT.shape[1], dtype=np.int32)
+    position_BT = at_T - np.maximum.accumulate(starts_BT * at_T, 1)
+    tokens = Tokens(*map(jnp.asarray, (ids_BT, np.cumsum(starts_BT, 1, np.int32), position_BT)))
+
+    config = Engram(order=3, heads=2, width=6, buckets=11, layers=(0, 1), compress=False)
+    vocab = build(13, 8, trunk=TrunkShape(2, 1, 8), memories=(config,))
+    memory = vocab.memories[0]
+    memory.nothing = eos
+    memory.multipliers = tuple(tuple(layer) for layer in arrays["multipliers"].tolist())
+    return fill(vocab, engram_paths(under("weights/", arrays), 1), "memories/0/"), tokens
+
+
+def test_engram_s_rows_are_qwen_s() -> None:
+    """Given its multipliers; the primes are the same ones. Some n-grams would reach over an eos, some over the row's start."""
+    arrays = load("qwen4_exp")
+    vocab, tokens = engram(arrays)
+    primes = [[p for heads in layer for p in heads] for layer in vocab.memories[0].primes]
+    assert primes == arrays["primes"].tolist()
+    reads = vocab.memories[0].reads(tokens)
+    assert len(reads) == len(arrays["rows"])
+    for at, rows_BTH in enumerate(arrays["rows"]):
+        np.testing.assert_array_equal(reads[f"grams/{at}"], rows_BTH)
+
+
+def test_engram_is_qwen_s_but_for_a_convolution_that_stays_in_its_document() -> None:
+    """Theirs crosses documents, as ours does if told that a row is one; told of them, what reaches over an eos alone differs."""
+    arrays = load("qwen4_exp")
+    vocab, tokens = engram(arrays)
+
+    @quick_jit
+    def run(vocab: Vocab, h_LBTD: jax.Array, position_BT: jax.Array) -> Any:
+        def loss(vocab: Vocab, h_LBTD: jax.Array) -> Any:
+            memory = vocab.memories[0]
+            rows = vocab.gather(tokens)["memories/0"]
+            _, contexts = memory.prepare(rows, tokens, jnp.zeros(()))
+            apply = jax.vmap(
+                lambda p, e, h: memory.apply(p, position_BT, e, h, jnp.zeros_like(h), None)[0]
+            )
+            out_LBTD = apply(memory.per_layer(), contexts, h_LBTD)
+            return (out_LBTD * arrays["inputs/cotangent"]).sum(), out_LBTD
+
+        return jax.grad(loss, (0, 1), has_aux=True)(vocab, h_LBTD)
+
+    whole_BT = Tokens.of(tokens.ids_BT).position_BT
+    (dvocab, dh_LBTD), out_LBTD = run(vocab, arrays["inputs/h"], whole_BT)
+    close(out_LBTD, arrays["delta"])
+    close(dh_LBTD, arrays["gradients/h"])
+    all_close(dvocab, engram_paths(under("gradients/", arrays), 0))
+
+    _, out_LBTD = run(vocab, arrays["inputs/h"], tokens.position_BT)
+    back_J11 = 3 * np.arange(1, TAPS)[:, None, None]
+    reaches_over_BT = ((tokens.position_BT < back_J11) & (back_J11 <= whole_BT)).any(0)
+    differs_LBT = (abs(out_LBTD - arrays["delta"]) > 1e-3).any(-1)
+    np.testing.assert_array_equal(differs_LBT, [reaches_over_BT] * 2)
+    close(
+        np.where(reaches_over_BT[..., None], 0, out_LBTD),
+        np.where(reaches_over_BT[..., None], 0, arrays["delta"]),
+    )
+
+
 def test_the_scale_is_rounded_once_where_gemma_rounds_it_to_bfloat16() -> None:
     """Field report 19: √3072 = 55.43 is 55.5 in bfloat16, which has 8 bits: a rounding moves a number by at most 2⁻⁸ of itself."""
     arrays = load("gemma_scale")
     table, theirs = arrays["weights/weight"], arrays["x"].astype(np.float64)
-    vocab = build(2, 3072, input=FullTable("sqrt_width"), dtype="bfloat16")
+    vocab = build(2, 3072, input=FullTable(scale="sqrt_width"), dtype="bfloat16")
     vocab = fill(vocab, {"input/table": table}, "input/")
     ours = np.asarray(vocab.encode(np.arange(2)[None])[0], np.float64)
     exact = table * math.sqrt(3072)

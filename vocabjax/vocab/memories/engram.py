@@ -9,7 +9,8 @@
 Source: arXiv:2601.07372 and its demo code, from which the signed root comes (the paper: α = σ(s)), for a trunk of one residual
 stream. As in the paper, w starts at 0 and projections have no bias (those of the demo do). The m are odd and so small that no
 product leaves 63 bits; the p are different primes. N-grams and the convolution stay in their document; what precedes it is an
-id of its own. The paper trains the tables with 5 times the learning rate and no weight decay.
+id of its own. The paper trains the tables with 5 times the learning rate and no weight decay. Qwen4-Exp in Hugging Face
+transformers does not compress, has its eos precede a document, and lets the convolution cross documents; else it is the same.
 
 Parameters, for n layers and E = (N−1)·width: Σ p · width / heads, and n·(2·E·D + 4·D + 3·D).
 """
