@@ -333,8 +333,9 @@ def test_what_is_printed_fits_eighty_columns(
 
 
 def test_help_is_grouped_and_carries_the_configs_own_values(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # wider, sections stand side by side
     assert run("train", "untied", "--help") == 0
     out = capsys.readouterr().out
     assert "vocab.head options" in out and re.search(r"--train.steps INT[^-]*\(default: 200\)", out)
