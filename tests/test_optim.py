@@ -25,6 +25,7 @@ class Info(NamedTuple):
     path: str
     role: str
     shape: tuple[int, ...] = (4, 3)
+    centred: bool = False
 
 
 UNTIED = (

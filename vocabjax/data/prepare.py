@@ -38,9 +38,9 @@ class DataConfig:
             in the JSON format of `tokenizers`.
         vocab_size: ids asked of BPE training; small texts give fewer, and `Dataset.size` tells.
         end_of_text: the special token between documents; a loaded tokenizer must have it.
-        prefix_end: documents begin with a prefix that is read and not predicted: up to and including the first such
-            token, such as "\n" (a dictionary's headword). Windows then hold whole documents: `vocabjax.data.windows`.
-            None: every token is predicted.
+        prefix_end: documents begin with a prefix that is read and not predicted, up to and including the first such
+            token: that of a line's end, say, where a dictionary's entries begin with a headword. Windows then hold whole
+            documents, see `vocabjax.data.windows`. None: every token is predicted.
         length: T, the tokens of a window.
         validation: the share of documents held out (of `tokens:FILE`, and of a lone document: the
             last part).
