@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +41,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VOCABJAX_CACHE", str(directory / "cache"))
         yield path
+
+
+@pytest.fixture(scope="session")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(summary, final parameters, directory) of a finished run on one device; tests leave it as it is."""
+    from models import layout_on
+    from small_runs import ONE, config_of, trained
+
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    return (*trained(config_of(corpus), directory, layout_on(ONE)), directory)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from small_runs import environment
 
 from vocabjax import UserError, __version__, cli, find
 from vocabjax.checkpoint import Checkpoints
@@ -62,7 +63,7 @@ def start(*words: str | Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env=environment(),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_train import config_of, layout_on
+from models import layout_on
+from small_runs import config_of
 
 from vocabjax import cli, find
 from vocabjax import config as configuration
