@@ -307,7 +307,7 @@ def test_microbatches_change_nothing_where_parts_read_ids_before_and_memories_ca
 ) -> None:
     """A step on [2, B/2, T] equals one on [1, B, T]: reads of each microbatch see its own rows and documents."""
     vocab = VocabConfig(
-        size=20, width=16, multiple=4, input=Trigrams(), head=UntiedHead(), memories=MIXED
+        size=20, width=16, multiple=4, input=Trigrams(), head=UntiedHead(), memories=PAIRED
     )
     blueprint = Blueprint(vocab, TRUNK, layout_on(mesh))
     rng = np.random.default_rng(1)
