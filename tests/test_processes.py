@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -42,18 +43,25 @@ def start(words: list[str], directory: Path | None = None) -> subprocess.Popen[b
     )
 
 
-def run_here(words: list[str]) -> None:
-    """The command in this process: that it has one of its own is not what is tested."""
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that one device trains, with nothing in its way; in this process, since that is not what is tested."""
+    runs = tmp_path_factory.mktemp("whole")
     assert len(jax.devices()) == 8  # started, or --devices would decide how many it has
-    assert cli.main(words) == 0
+    assert cli.main(command(corpus, runs, "--devices", "1")) == 0
+    return runs / "run"
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    del summary["tokens_per_second"]
+    return summary
 
 
 def test_a_run_killed_at_arbitrary_moments_resumes_to_the_same_bits(
-    corpus: Path, tmp_path: Path
+    whole: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    run_here(command(corpus, tmp_path / "whole", "--devices", "1"))
-    words = command(corpus, tmp_path / "killed", "--devices", "1")
-    run = tmp_path / "killed" / "run"
+    words, run = command(corpus, tmp_path, "--devices", "1"), tmp_path / "run"
     chance = random.Random(0)
     kills = 0
     for _ in range(40):
@@ -72,10 +80,7 @@ def test_a_run_killed_at_arbitrary_moments_resumes_to_the_same_bits(
             break
         assert process.returncode == -signal.SIGKILL, errors.decode()
     assert kills, "the run was never killed"
-    whole = tmp_path / "whole" / "run"
-    a, b = (json.loads((d / "summary.json").read_text()) for d in (whole, run))
-    del a["tokens_per_second"], b["tokens_per_second"]
-    assert a == b
+    assert summary_of(run) == summary_of(whole)
     assert drop_speed(read_metrics(whole / "metrics.jsonl")) == drop_speed(
         read_metrics(run / "metrics.jsonl")
     )
@@ -109,18 +114,15 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mesh", ["data=4,model=1", "data=2,model=2", "data=1,model=4"])
-def test_two_processes_train_like_one(mesh: str, corpus: Path, tmp_path: Path) -> None:
-    one = command(corpus, tmp_path / "one", "--devices", "4", "--mesh", mesh, steps=6)
-    two = command(corpus, tmp_path / "two", "--devices", "2", "--mesh", mesh, steps=6)
-    run_here(one)
-    for code, errors in ended(joined(two, [tmp_path] * 2)):
+def test_two_processes_train_like_one_device(
+    mesh: str, whole: Path, corpus: Path, tmp_path: Path
+) -> None:
+    words = command(corpus, tmp_path, "--devices", "2", "--mesh", mesh)
+    for code, errors in ended(joined(words, [tmp_path] * 2)):
         assert code == 0, errors
-    a, b = (
-        json.loads((tmp_path / name / "run" / "summary.json").read_text())
-        for name in ("one", "two")
-    )
-    assert b["validation"]["loss"] == pytest.approx(a["validation"]["loss"], rel=1e-5)
-    assert b["training"]["nll"] == pytest.approx(a["training"]["nll"], rel=1e-5)
+    one, two = summary_of(whole), summary_of(tmp_path / "run")
+    assert two["validation"]["loss"] == pytest.approx(one["validation"]["loss"], rel=1e-5)
+    assert two["training"]["nll"] == pytest.approx(one["training"]["nll"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +151,15 @@ def test_what_one_process_cannot_use_ends_both(
     assert not (tmp_path / "runs").exists()
 
 
-def test_processes_that_see_other_states_of_the_run_all_stop(corpus: Path, tmp_path: Path) -> None:
+def test_processes_that_see_other_states_of_the_run_all_stop(
+    whole: Path, corpus: Path, tmp_path: Path
+) -> None:
     """As on a shared file system that is slow to show one process what another wrote."""
     directories = [tmp_path / "first", tmp_path / "second"]
     words = command(corpus, Path("runs"), "--devices", "1", "--mesh", "data=2")
-    run_here(command(corpus, directories[0] / "runs", "--devices", "1"))
-    shutil.copytree(*directories)
     shown, late = (directory / "runs" / "run" for directory in directories)
+    for run in (shown, late):
+        shutil.copytree(whole, run)
 
     def all_stop() -> None:
         before = [sorted(directory.rglob("*")) for directory in directories]
