@@ -314,8 +314,8 @@ def test_microbatches_change_nothing_where_parts_read_ids_before_and_memories_ca
     host = {
         "ids": rng.integers(0, 20, (4, 6)),
         "targets": rng.integers(0, 20, (4, 6)),
-        "segment": np.tile([0, 0, 0, 1, 1, 1], (4, 1)),
-        "position": np.tile([0, 1, 2, 0, 1, 2], (4, 1)),
+        "segment": np.repeat([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], 2, axis=0),
+        "position": np.repeat([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]], 2, axis=0),
     }
     plain = {
         info.role: GroupConfig(optimizer="sgd", weight_decay=0.0)
