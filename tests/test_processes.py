@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from small_runs import drop_speed, environment
 
-from vocabjax import cli
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.log import read_metrics
 
@@ -45,10 +43,10 @@ def start(words: list[str], directory: Path | None = None) -> subprocess.Popen[b
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that one device trains, with nothing in its way; in this process, since that is not what is tested."""
+    """The run that one device trains, with nothing in its way; of a process too, or its last bits may be others."""
     runs = tmp_path_factory.mktemp("whole")
-    assert len(jax.devices()) == 8  # started, or --devices would decide how many it has
-    assert cli.main(command(corpus, runs, "--devices", "1")) == 0
+    ((code, errors),) = ended([start(command(corpus, runs, "--devices", "1"))])
+    assert code == 0, errors
     return runs / "run"
 
 
