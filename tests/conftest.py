@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
     ]
 )
+# As `launch.py` says: threads enough for collectives that wait.
+os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
@@ -50,3 +53,13 @@ def dictionary(corpus: Path) -> Path:
     entries = [f"{first} {second}\n{rest}" for first, second, rest in texts]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in entries))
     return path
+
+
+@pytest.fixture(scope="session")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(summary, final parameters, directory) of a finished run on one device; tests leave it as it is."""
+    from models import layout_on
+    from small_runs import ONE, config_of, trained
+
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    return (*trained(config_of(corpus), directory, layout_on(ONE)), directory)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from small_runs import environment
 
 from vocabjax import UserError, __version__, cli, find
 from vocabjax.checkpoint import Checkpoints
@@ -63,7 +64,7 @@ def start(*words: str | Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env=environment(),
     )
 
 
@@ -223,7 +224,10 @@ def test_another_kind_of_head_keeps_the_shared_settings(
     )
     words = ["train", mine, "--dry-run", "--devices", "1", "--head", "untied"]
     assert run(*words, "--vocab.head.std", "0.5") == 0
-    assert "kind=untied  bias=False  scale=1.0  softcap=7.0  std=0.5" in capsys.readouterr().out
+    assert (
+        "kind=untied  bias=False  scale=1.0  softcap=7.0  centre=False  mean_penalty=0.0  std=0.5"
+        in capsys.readouterr().out
+    )
 
 
 # A memory, as a config of the user's own may bring one; it is never built here.

@@ -307,15 +307,15 @@ def test_microbatches_change_nothing_where_parts_read_ids_before_and_memories_ca
 ) -> None:
     """A step on [2, B/2, T] equals one on [1, B, T]: reads of each microbatch see its own rows and documents."""
     vocab = VocabConfig(
-        size=20, width=16, multiple=4, input=Trigrams(), head=UntiedHead(), memories=MIXED
+        size=20, width=16, multiple=4, input=Trigrams(), head=UntiedHead(), memories=PAIRED
     )
     blueprint = Blueprint(vocab, TRUNK, layout_on(mesh))
     rng = np.random.default_rng(1)
     host = {
         "ids": rng.integers(0, 20, (4, 6)),
         "targets": rng.integers(0, 20, (4, 6)),
-        "segment": np.tile([0, 0, 0, 1, 1, 1], (4, 1)),
-        "position": np.tile([0, 1, 2, 0, 1, 2], (4, 1)),
+        "segment": np.repeat([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], 2, axis=0),
+        "position": np.repeat([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]], 2, axis=0),
     }
     plain = {
         info.role: GroupConfig(optimizer="sgd", weight_decay=0.0)

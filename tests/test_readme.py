@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_train import config_of, layout_on
+from models import layout_on
+from small_runs import config_of
 
 from vocabjax import cli, find
 from vocabjax import config as configuration
 from vocabjax.config import from_json, to_json
 from vocabjax.flags import EvalFlags, SampleFlags, TrainFlags, parse, with_parts
-from vocabjax.train import train
+from vocabjax.train import Setup, train
 from vocabjax.vocab import heads
 from vocabjax.vocab.interfaces import HeadConfig
 
@@ -48,8 +49,8 @@ def test_the_variant_of_the_guide_trains(
     assert from_json(to_json(config)) == config
     summary = train(config, tmp_path / "run", layout_on("data=2,model=4"), quiet=True)
     plain = replace(config, vocab=replace(config.vocab, head=type(head).__mro__[1]()))
-    other = train(plain, tmp_path / "plain", layout_on("data=2,model=4"), quiet=True)
-    assert summary["parameters"] == other["parameters"] + 1
+    others = Setup.of(plain, layout_on("data=2,model=4")).blueprint.count()
+    assert summary["parameters"] == others + 1
 
 
 SHOWN = [

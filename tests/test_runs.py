@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_train import config_of
+from small_runs import config_of
 
 from vocabjax import UserError, files, runs
 from vocabjax.config import Config

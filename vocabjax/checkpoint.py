@@ -122,8 +122,11 @@ class Checkpoints:
         with self._failures():
             if self._writer is None:
                 self._known = self._losses(committed)
+                context = ocp.Context()
+                # Replicas share the writing of large arrays only: each share is a program to compile.
+                context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
                 self._writer = ocp.training.Checkpointer(
-                    self._directory, cleanup_tmp_directories=True
+                    self._directory, context=context, cleanup_tmp_directories=True
                 )
             self._writer.save_checkpointables_async(
                 step, {"state": arrays}, force=True, custom_metadata={"vocabjax": record}
