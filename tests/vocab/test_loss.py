@@ -72,7 +72,7 @@ def scoring_of(layout: Layout, setting: Setting) -> Scoring:
 
 
 def objective_of(setting: Setting, chunk: int = 5) -> Objective:
-    return Objective(setting.z_loss, setting.label_smoothing, chunk)
+    return Objective(z_loss=setting.z_loss, label_smoothing=setting.label_smoothing, chunk=chunk)
 
 
 def draw(setting: Setting, sizes: Sizes, seed: int = 0) -> Problem:

@@ -88,7 +88,7 @@ class Loss(NamedTuple):
     invalid: jax.Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
     """What is minimised, beside the likelihood.
 
