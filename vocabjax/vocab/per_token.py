@@ -13,8 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vocabjax.vocab.interfaces import Loss
-from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, valid_labels
+from vocabjax.vocab.interfaces import Head, Loss, Shared, Tokens
+from vocabjax.vocab.labels import (
+    count_labels,
+    inverse_or_zero,
+    label_weights,
+    valid_labels,
+    where_counted,
+)
 from vocabjax.vocab.scores import (
     Scoring,
     allowed_rows,
@@ -84,6 +90,29 @@ def nll_loss(
         weight,
         *count_labels(sizes, targets_BT),
     )
+
+
+class LikelihoodHead(Head):
+    """A head of several softmaxes: all that its loss is made of is its `nll`, so it honours nothing more of an objective.
+
+    Attributes:
+      sizes: which ids may be predicted.
+    """
+
+    sizes: Sizes
+
+    def loss(
+        self,
+        shared: Shared,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array | None,
+        tokens: Tokens | None,
+    ) -> Loss:
+        h_BTD = where_counted(self.sizes, h_BTD, targets_BT, weights_BT)
+        nll_BT = self.nll(shared, h_BTD, targets_BT)
+        return nll_loss(self.sizes, nll_BT, targets_BT, weights_BT, normalizer)
 
 
 class _Inputs(NamedTuple):
