@@ -394,7 +394,7 @@ def test_the_compiled_loss_holds_no_scores_and_gathers_no_table(parts: Parts, me
         config_of(parts, size=size, objective=Objective(chunk=chunk)),
         TRUNK,
         layout,
-        Lexicon.stand_in(size),
+        Lexicon.stand_in(),
     )
     rows = blueprint.sizes.padded // layout.shards("vocab")
     ids = put(layout, np.zeros((B, length), np.int32), "batch", "seq")

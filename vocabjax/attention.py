@@ -26,7 +26,7 @@ def attention(
 ) -> jax.Array:
     """Softmax attention [B, T, N, K]; a query sees keys of its own segment at or before its own index.
 
-    A query that sees none is computed from something: keep it from mattering.
+    What comes of a query that sees no key means nothing: keep it from mattering.
 
     Args:
       q_BTNK: N query heads, sharded by the rule for `"heads"`.

@@ -147,9 +147,7 @@ def _dry_run(config: Config, layout: Layout) -> None:
             config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
             note = "V was read from the prepared data"
         else:
-            assert config.vocab.size is not None  # or the data would be needed
-            lexicon = Lexicon.stand_in(config.vocab.size)
-            blueprint = Blueprint(config.vocab, config.trunk, layout, lexicon)
+            blueprint = Blueprint(config.vocab, config.trunk, layout, Lexicon.stand_in())
             optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
         flops = blueprint.train_flops(config.data.length)
         parts, batch = config.train.accumulate, config.train.batch

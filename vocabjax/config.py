@@ -9,7 +9,7 @@ import functools
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import GenericAlias, ModuleType, NoneType, UnionType
@@ -35,8 +35,7 @@ PARTS: dict[type[PartConfig], ModuleType] = {
     MemoryConfig: memories,
 }
 TRUNKS: dict[str, type[TrunkConfig]] = {
-    "decoder": TrunkConfig,
-    "encoder_decoder": EncoderDecoderConfig,
+    cls.kind: cls for cls in (TrunkConfig, EncoderDecoderConfig)
 }
 
 
@@ -285,33 +284,10 @@ def _converter() -> cattrs.Converter:
         fields = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
         return lambda values, _: fields(_require(values, dict, "an object"), cls)
 
-    # The trunk, like a part, is written with its kind; without one, it is the decoder alone.
-    trunks = {
-        kind: make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
-        for kind, cls in TRUNKS.items()
-    }
-
-    def is_trunk(cls: Any) -> bool:
-        return cls is TrunkConfig
-
-    def unstructure_trunk(trunk: TrunkConfig) -> dict[str, Any]:
-        kind = next(kind for kind, cls in TRUNKS.items() if cls is type(trunk))
-        return {"kind": kind, **{f.name: getattr(trunk, f.name) for f in dataclasses.fields(trunk)}}
-
-    def structure_trunk(values: Any, _: Any) -> Any:
-        values = dict(_require(values, dict, "an object"))
-        kind = values.pop("kind", "decoder")
-        if kind not in TRUNKS:
-            raise UserError(f"has the unknown kind {kind!r}{nearest(str(kind), TRUNKS)}")
-        return trunks[kind](values, TRUNKS[kind])
-
-    converter.register_unstructure_hook_func(is_trunk, unstructure_trunk)
-    converter.register_structure_hook_func(is_trunk, structure_trunk)
-
     def is_part(cls: Any) -> bool:
-        return isinstance(cls, type) and issubclass(cls, PartConfig)
+        return isinstance(cls, type) and issubclass(cls, (PartConfig, TrunkConfig))
 
-    # A part is written with its kind; where the config asks for any input, head or memory, the kind says which class.
+    # A part is written with its kind; where the config asks for any input, head, memory or trunk, the kind says which class.
     def unstructure(part: Any) -> dict[str, Any]:
         if "kind" not in vars(
             type(part)
@@ -325,8 +301,10 @@ def _converter() -> cattrs.Converter:
     converter.register_unstructure_hook_func(is_part, unstructure)
 
     @converter.register_structure_hook_factory(is_part)
-    def _(base: type[PartConfig]) -> Any:
-        known = kinds(base)
+    def _(base: Any) -> Any:
+        is_trunk = issubclass(base, TrunkConfig)
+        known: Mapping[str, Any] = TRUNKS if is_trunk else kinds(base)
+        hint = "" if is_trunk else f" ({_own_part(base)})"
         fields = {
             kind: make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
             for kind, cls in known.items()
@@ -334,17 +312,20 @@ def _converter() -> cattrs.Converter:
 
         def structure(values: Any, _: Any) -> Any:
             values = dict(_require(values, dict, "an object"))
-            kind = values.pop("kind", None)
+            # Files older than the second trunk name none.
+            kind = values.pop("kind", TrunkConfig.kind if is_trunk else None)
             if not isinstance(kind, str) or kind not in known:
-                raise UserError(
-                    f"has the unknown kind {kind!r}{nearest(str(kind), known)} (a part of your own is found "
-                    f"where its module is {PARTS[base].__name__.replace('.', '/')}/NAME.py)"
-                )
+                raise UserError(f"has the unknown kind {kind!r}{nearest(str(kind), known)}{hint}")
             return fields[kind](values, known[kind])
 
         return structure
 
     return converter
+
+
+def _own_part(base: type[PartConfig]) -> str:
+    where = PARTS[base].__name__.replace(".", "/")
+    return f"a part of your own is found where its module is {where}/NAME.py"
 
 
 def kinds(base: type[PartConfig]) -> dict[str, type[PartConfig]]:

@@ -17,28 +17,33 @@ Parameters: (3, 2 or 1)·V·D; in the trunk L·(2·(D·K·(2N + 2G) + 3·D·F + 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
-from vocabjax.attention import attention, kv_axis, rope
+from vocabjax.attention import attention
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
-from vocabjax.param import Scope, matrix_flops, normal, ones
-from vocabjax.trunk import Cache, Layers, Trunk, TrunkConfig
+from vocabjax.param import Scope, matrix_flops
+from vocabjax.trunk import (
+    AttentionLayers,
+    Cache,
+    LayerParams,
+    Layers,
+    Trunk,
+    TrunkConfig,
+    feed_forward,
+    merge,
+    project,
+    rematerialised,
+)
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.interfaces import Context, Memory, Part, Reader, Rows, Tokens
 from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.modifiers import Modifiers
-
-_REMAT = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class EncoderDecoderConfig(TrunkConfig):
       separator: the id that ends a document's source; None: that of `data.prefix_end`.
     """
 
+    kind: ClassVar[str] = "encoder_decoder"
     source_table: Literal["own", "shared"] = "own"
     separator: int | None = None
 
@@ -106,31 +112,6 @@ class SourceVocab(Vocab):
             yield "source", self.source
 
 
-class CrossAttention(nnx.Module):
-    """Attention from the decoder to the encoder, of all layers. Each layer: D·K·(2N + 2G) + D (+ 2K)."""
-
-    def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
-        L, D, N, G = config.layers, width, config.heads, config.kv_heads
-        K, kv = config.width_of_head(width), kv_axis(scope.layout, G)
-
-        def matrix(
-            name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float
-        ) -> nnx.Param[jax.Array]:
-            return scope.param(name, (L, *shape), ("layers", *axes), "matrix", normal(std))
-
-        def vector(name: str, size: int) -> nnx.Param[jax.Array]:
-            return scope.param(name, (L, size), ("layers", None), "vector", ones)
-
-        self.q = matrix("q", (D, N, K), ("width", "heads", "head_dim"), D**-0.5)
-        self.k = matrix("k", (D, G, K), ("width", kv, "head_dim"), D**-0.5)
-        self.v = matrix("v", (D, G, K), ("width", kv, "head_dim"), D**-0.5)
-        self.o = matrix("o", (N, K, D), ("heads", "head_dim", "width"), (2 * L * N * K) ** -0.5)
-        self.attn_norm = vector("attn_norm", D)
-        if config.qk_norm:
-            self.q_norm = vector("q_norm", K)
-            self.k_norm = vector("k_norm", K)
-
-
 class EncoderDecoder(Trunk):
     """x_BTD → h_BTD, normed: the states of the decoder. Those of source positions mean nothing; no label stands there."""
 
@@ -138,7 +119,7 @@ class EncoderDecoder(Trunk):
         super().__init__(config, scope, width)  # `layers` are the decoder's
         assert config.separator is not None  # the vocabulary saw to it
         self.separator = config.separator
-        self.cross = CrossAttention(config, scope / "cross", width)
+        self.cross = AttentionLayers(config, scope / "cross", width)
         self.encoder = Layers(config, scope / "encoder", width)
         self.encoder_norm = RMSNorm(scope / "encoder_norm", width)
 
@@ -157,20 +138,18 @@ class EncoderDecoder(Trunk):
         position_BT = self.layout.place(tokens.position_BT, "batch", "seq")
         x_BTD = self.layout.place(x_BTD, "batch", "seq", None)
 
-        def within(params: dict[str, jax.Array], x_BTD: jax.Array, causal: bool) -> jax.Array:
+        def within(params: LayerParams, x_BTD: jax.Array, causal: bool) -> jax.Array:
             h_BTD = rms_norm(x_BTD, params["attn_norm"])
             return x_BTD + self._attend(
                 params, h_BTD, h_BTD, segment_BT, segment_BT, position_BT, causal
             )
 
-        def encode(x_BTD: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
+        def encode(x_BTD: jax.Array, params: LayerParams) -> jax.Array:
             return self._feed_forward(params, within(params, x_BTD, causal=False))
 
-        m_BTD = self.encoder_norm(self._scan(encode, x_BTD, _arrays(self.encoder)))
+        m_BTD = self.encoder_norm(self._scan(encode, x_BTD, self.encoder.arrays()))
 
-        def decode(
-            x_BTD: jax.Array, params: tuple[dict[str, jax.Array], dict[str, jax.Array]]
-        ) -> jax.Array:
+        def decode(x_BTD: jax.Array, params: tuple[LayerParams, LayerParams]) -> jax.Array:
             own, cross = params
             x_BTD = within(own, x_BTD, causal=True)
             h_BTD = rms_norm(x_BTD, cross["attn_norm"])
@@ -178,7 +157,7 @@ class EncoderDecoder(Trunk):
             x_BTD += self._attend(cross, h_BTD, m_BTD, source_BT, segment_BT, None, causal=False)
             return self._feed_forward(own, x_BTD)
 
-        layers = (_arrays(self.layers), _arrays(self.cross))
+        layers = (self.layers.arrays(), self.cross.arrays())
         return self.final_norm(self._scan(decode, x_BTD, layers)), None
 
     def flops(self, length: int) -> int:
@@ -198,7 +177,7 @@ class EncoderDecoder(Trunk):
 
     def _attend(
         self,
-        params: dict[str, jax.Array],
+        params: LayerParams,
         h_BTD: jax.Array,
         m_BTD: jax.Array,
         segment_q_BT: jax.Array,
@@ -207,45 +186,17 @@ class EncoderDecoder(Trunk):
         causal: bool,
     ) -> jax.Array:
         """What attention from h to m adds to the residual stream; None: without positions."""
-        layout, config = self.layout, self.config
-        kv = kv_axis(layout, config.kv_heads)
-        q = jnp.einsum(
-            "btd,dnk->btnk", h_BTD, self._weight(params["q"], h_BTD, None, "heads", None)
-        )
-        k = jnp.einsum("btd,dgk->btgk", m_BTD, self._weight(params["k"], m_BTD, None, kv, None))
-        v = jnp.einsum("btd,dgk->btgk", m_BTD, self._weight(params["v"], m_BTD, None, kv, None))
-        if config.qk_norm:
-            q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
-        if position_BT is not None:
-            q, k = (rope(a, position_BT, config.rope_theta) for a in (q, k))
-        attended = attention(layout, q, k, v, segment_q_BT, segment_kv_BT, causal=causal)
-        return jnp.einsum(
-            "btnk,nkd->btd",
-            attended,
-            self._weight(params["o"], h_BTD, "heads", None, None),
-            out_sharding=layout.sharding("batch", "seq", None),
-        )
+        q, k, v = project(self.config, self.layout, params, h_BTD, m_BTD, position_BT)
+        attended = attention(self.layout, q, k, v, segment_q_BT, segment_kv_BT, causal=causal)
+        return merge(self.layout, params, attended)
 
-    def _feed_forward(self, params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
-        h_BTD = rms_norm(x_BTD, params["ffn_norm"])
-        gate = jnp.einsum("btd,df->btf", h_BTD, self._weight(params["gate"], h_BTD, None, "ffn"))
-        up = jnp.einsum("btd,df->btf", h_BTD, self._weight(params["up"], h_BTD, None, "ffn"))
-        return x_BTD + jnp.einsum(
-            "btf,fd->btd",
-            jax.nn.silu(gate) * up,
-            self._weight(params["down"], h_BTD, "ffn", None),
-            out_sharding=self.layout.sharding("batch", "seq", None),
-        )
-
-    def _weight(self, value: jax.Array, h_BTD: jax.Array, *axes: str | None) -> jax.Array:
-        """In the compute dtype, gathered over the width's axes."""
-        return self.layout.place(value.astype(h_BTD.dtype), *axes)
+    def _feed_forward(self, params: LayerParams, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD + feed_forward(self.layout, params, rms_norm(x_BTD, params["ffn_norm"]))
 
     def _scan(
         self, layer: Callable[[jax.Array, Any], jax.Array], x_BTD: jax.Array, params: Any
     ) -> jax.Array:
-        if self.config.remat != "none":
-            layer = jax.checkpoint(layer, policy=_REMAT[self.config.remat], prevent_cse=False)
+        layer = rematerialised(self.config, layer)
         return lax.scan(lambda x_BTD, params: (layer(x_BTD, params), None), x_BTD, params)[0]
 
 
@@ -257,7 +208,3 @@ def find_source(layout: Layout, tokens: Tokens, separator: int) -> jax.Array:
     index_BT = (ids_BT & 0) + jnp.arange(ids_BT.shape[1])
     last_BT = lax.cummax(jnp.where(ids_BT == separator, index_BT, -1), axis=1)
     return layout.place(last_BT <= index_BT - position_BT, "batch", "seq")
-
-
-def _arrays(layers: nnx.Module) -> dict[str, jax.Array]:
-    return {name: v[...] for name, v in vars(layers).items() if isinstance(v, nnx.Param)}

@@ -84,8 +84,8 @@ def depth_of_equal_parameters(config: Config, target: int, layout: Layout) -> in
     """The trunk depth whose parameters, vocabulary included, come closest to `target`. V must be set."""
 
     def parameters(layers: int) -> int:
-        lexicon = Lexicon.stand_in(config.vocab.size or 0)
-        return Blueprint(config.vocab, with_layers(config, layers).trunk, layout, lexicon).count()
+        trunk = with_layers(config, layers).trunk
+        return Blueprint(config.vocab, trunk, layout, Lexicon.stand_in()).count()
 
     one, two = parameters(1), parameters(2)
     return max(1, 1 + round((target - one) / (two - one)))

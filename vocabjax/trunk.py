@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
 from vocabjax.param import Scope, matrix_flops, normal, ones
 from vocabjax.vocab.interfaces import Memory, Site, Tokens
+
+LayerParams = dict[str, jax.Array]  # of a layer, as `Layers` names them
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class TrunkConfig:
       remat: what the backward recomputes: "none"; "dots" keeps the matrix products; "full" keeps only each layer's input.
     """
 
+    kind: ClassVar[str] = "decoder"  # the name used in files
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
@@ -103,43 +106,56 @@ class Segment(NamedTuple):
         return self.start + self.period * self.repeats
 
 
-class Layers(nnx.Module):
-    """Parameters of all layers, stacked on a leading L axis. Each layer: D·K·(2N + 2G) + 3·D·F + 2D (+ 2K)."""
+class AttentionLayers(nnx.Module):
+    """Attention of all layers, stacked on a leading L axis. Each layer: D·K·(2N + 2G) + D (+ 2K)."""
 
     def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
-        L, D, F = config.layers, width, config.ffn
-        N, G, K = config.heads, config.kv_heads, config.width_of_head(width)
-        kv = kv_axis(scope.layout, G)
-
-        def matrix(
-            name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int
-        ) -> nnx.Param[jax.Array]:
-            # What is added to the residual stream is scaled down by its 2L contributions (GPT-2).
-            depth = (2 * L) ** -0.5 if name in ("o", "down") else 1.0
-            std = depth * fan_in**-0.5
-            return scope.param(name, (L, *shape), ("layers", *axes), "matrix", normal(std))
-
-        def vector(name: str, size: int) -> nnx.Param[jax.Array]:
-            return scope.param(name, (L, size), ("layers", None), "vector", ones)
-
-        self.q = matrix("q", (D, N, K), ("width", "heads", "head_dim"), D)
-        self.k = matrix("k", (D, G, K), ("width", kv, "head_dim"), D)
-        self.v = matrix("v", (D, G, K), ("width", kv, "head_dim"), D)
-        self.o = matrix("o", (N, K, D), ("heads", "head_dim", "width"), N * K)
-        self.gate = matrix("gate", (D, F), ("width", "ffn"), D)
-        self.up = matrix("up", (D, F), ("width", "ffn"), D)
-        self.down = matrix("down", (F, D), ("ffn", "width"), F)
-        self.attn_norm = vector("attn_norm", D)
-        self.ffn_norm = vector("ffn_norm", D)
+        L, D, N, G = config.layers, width, config.heads, config.kv_heads
+        K, kv = config.width_of_head(width), kv_axis(scope.layout, G)
+        self.q = _matrix(scope, "q", L, (D, N, K), ("width", "heads", "head_dim"), D)
+        self.k = _matrix(scope, "k", L, (D, G, K), ("width", kv, "head_dim"), D)
+        self.v = _matrix(scope, "v", L, (D, G, K), ("width", kv, "head_dim"), D)
+        self.o = _matrix(scope, "o", L, (N, K, D), ("heads", "head_dim", "width"), N * K)
+        self.attn_norm = _vector(scope, "attn_norm", L, D)
         if config.qk_norm:
-            self.q_norm = vector("q_norm", K)
-            self.k_norm = vector("k_norm", K)
+            self.q_norm = _vector(scope, "q_norm", L, K)
+            self.k_norm = _vector(scope, "k_norm", L, K)
 
     def arrays(self) -> dict[str, jax.Array]:
         """name → [L, ...]."""
         return {
             name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)
         }
+
+
+class Layers(AttentionLayers):
+    """And their feed-forward. Each layer: D·K·(2N + 2G) + 3·D·F + 2D (+ 2K)."""
+
+    def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
+        super().__init__(config, scope, width)
+        L, D, F = config.layers, width, config.ffn
+        self.gate = _matrix(scope, "gate", L, (D, F), ("width", "ffn"), D)
+        self.up = _matrix(scope, "up", L, (D, F), ("width", "ffn"), D)
+        self.down = _matrix(scope, "down", L, (F, D), ("ffn", "width"), F)
+        self.ffn_norm = _vector(scope, "ffn_norm", L, D)
+
+
+def _matrix(
+    scope: Scope,
+    name: str,
+    layers: int,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    fan_in: int,
+) -> nnx.Param[jax.Array]:
+    # What is added to the residual stream is scaled down by its 2L contributions (GPT-2).
+    depth = (2 * layers) ** -0.5 if name in ("o", "down") else 1.0
+    std = depth * fan_in**-0.5
+    return scope.param(name, (layers, *shape), ("layers", *axes), "matrix", normal(std))
+
+
+def _vector(scope: Scope, name: str, layers: int, size: int) -> nnx.Param[jax.Array]:
+    return scope.param(name, (layers, size), ("layers", None), "vector", ones)
 
 
 class Trunk(nnx.Module):
@@ -196,17 +212,9 @@ class Trunk(nnx.Module):
             )
         commons = tuple(common for common, _ in contexts)
         around = _Around(self.config, self.layout, tokens, segment_kv, start, memories, commons)
-        layer = functools.partial(_layer, around)
-        if cache is None and self.config.remat != "none":
-            policy = (
-                jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-                if self.config.remat == "dots"
-                else jax.checkpoint_policies.nothing_saveable
-            )
-            # Inside a scan nothing can be merged with its recomputation, so no barrier is needed.
-            layer = jax.checkpoint(  # type: ignore[assignment]
-                layer, policy=policy, prevent_cse=False, static_argnums=(0,)
-            )
+        layer: Callable[..., Any] = functools.partial(_layer, around)
+        if cache is None:
+            layer = rematerialised(self.config, layer, static_argnums=(0,))
 
         arrays = self.layers.arrays()
         kv = None if cache is None else (cache.k_LBSGK, cache.v_LBSGK)
@@ -250,6 +258,22 @@ class Trunk(nnx.Module):
         )
         caches = tuple(memory.init_cache(batch) for memory in memories)
         return Cache(empty, empty, segment, jnp.int32(0), caches)
+
+
+def rematerialised(
+    config: TrunkConfig, layer: Callable[..., Any], static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """A layer to be scanned, whose backward recomputes what `config.remat` says."""
+    policies = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }
+    if config.remat == "none":
+        return layer
+    # Inside a scan nothing can be merged with its recomputation, so no barrier is needed.
+    return jax.checkpoint(
+        layer, policy=policies[config.remat], prevent_cse=False, static_argnums=static_argnums
+    )
 
 
 def plan_segments(layers: int, attached: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
@@ -363,14 +387,12 @@ def _layer(
     around: _Around,
     active: tuple[int, ...],
     x_BTD: jax.Array,
-    params: dict[str, jax.Array],
+    params: LayerParams,
     kv: tuple[jax.Array, jax.Array] | None,
     state: dict[int, Any],
 ) -> tuple[jax.Array, Any, dict[int, Any]]:
     """One layer. `active` names the memories attached to it; `state[i]` is (params, context, cache) of memory i."""
     config, layout, tokens, segment_kv_BS, start, memories, commons = around
-    dtype = x_BTD.dtype
-    kv_name = kv_axis(layout, config.kv_heads)
     caches: dict[int, Any] = {}
 
     def at_site(site: Site, h_BTD: jax.Array, y: jax.Array) -> jax.Array:
@@ -382,35 +404,65 @@ def _layer(
                 )
         return y
 
-    def weight(name: str, *axes: str | None) -> jax.Array:
-        # Cast, then gathered over the width's axes (fsdp): the collective moves the narrow dtype.
-        return layout.place(params[name].astype(dtype), *axes)
-
     x_BTD = at_site("pre_attn", x_BTD, x_BTD)
     h_BTD = rms_norm(x_BTD, params["attn_norm"])
-    q = jnp.einsum("btd,dnk->btnk", h_BTD, weight("q", None, "heads", None))
-    k = jnp.einsum("btd,dgk->btgk", h_BTD, weight("k", None, kv_name, None))
-    v = jnp.einsum("btd,dgk->btgk", h_BTD, weight("v", None, kv_name, None))
+    q, k, v = project(config, layout, params, h_BTD, h_BTD, tokens.position_BT)
     v = at_site("value", h_BTD, v)
-    if config.qk_norm:
-        q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
-    q = rope(q, tokens.position_BT, config.rope_theta)
-    k = rope(k, tokens.position_BT, config.rope_theta)
     if kv is not None and start is not None:
         k = lax.dynamic_update_slice_in_dim(kv[0], k, start, 1)
         v = lax.dynamic_update_slice_in_dim(kv[1], v, start, 1)
     attended = attention(layout, q, k, v, tokens.segment_BT, segment_kv_BS, start)
-    residual = layout.sharding("batch", "seq", None)
-    x_BTD = x_BTD + jnp.einsum(
-        "btnk,nkd->btd", attended, weight("o", "heads", None, None), out_sharding=residual
-    )
+    x_BTD = x_BTD + merge(layout, params, attended)
 
     h_BTD = rms_norm(x_BTD, params["ffn_norm"])
-    gate = jnp.einsum("btd,df->btf", h_BTD, weight("gate", None, "ffn"))
-    up = jnp.einsum("btd,df->btf", h_BTD, weight("up", None, "ffn"))
-    out = jnp.einsum(
-        "btf,fd->btd", jax.nn.silu(gate) * up, weight("down", "ffn", None), out_sharding=residual
-    )
-    x_BTD = x_BTD + at_site("ffn_out", h_BTD, out)
+    x_BTD = x_BTD + at_site("ffn_out", h_BTD, feed_forward(layout, params, h_BTD))
     x_BTD = at_site("post_ffn", x_BTD, x_BTD)
     return x_BTD, (None if kv is None else (k, v)), caches
+
+
+def project(
+    config: TrunkConfig,
+    layout: Layout,
+    params: LayerParams,
+    h_BTD: jax.Array,
+    m_BSD: jax.Array,
+    position_BT: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, K] of h, keys and values [B, S, G, K] of m.
+
+    Args:
+      position_BT: rotary positions of both, where S = T; None: without positions.
+    """
+    kv = kv_axis(layout, config.kv_heads)
+    q = jnp.einsum("btd,dnk->btnk", h_BTD, _weight(layout, params["q"], h_BTD, None, "heads", None))
+    k = jnp.einsum("bsd,dgk->bsgk", m_BSD, _weight(layout, params["k"], m_BSD, None, kv, None))
+    v = jnp.einsum("bsd,dgk->bsgk", m_BSD, _weight(layout, params["v"], m_BSD, None, kv, None))
+    if config.qk_norm:
+        q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
+    if position_BT is not None:
+        q, k = (rope(a, position_BT, config.rope_theta) for a in (q, k))
+    return q, k, v
+
+
+def merge(layout: Layout, params: LayerParams, attended_BTNK: jax.Array) -> jax.Array:
+    """[B, T, D]: what the heads add to the residual stream."""
+    o_NKD = _weight(layout, params["o"], attended_BTNK, "heads", None, None)
+    residual = layout.sharding("batch", "seq", None)
+    return jnp.einsum("btnk,nkd->btd", attended_BTNK, o_NKD, out_sharding=residual)
+
+
+def feed_forward(layout: Layout, params: LayerParams, h_BTD: jax.Array) -> jax.Array:
+    """[B, T, D]: (silu(h·gate) ⊙ h·up)·down."""
+    gate_BTF = jnp.einsum("btd,df->btf", h_BTD, _weight(layout, params["gate"], h_BTD, None, "ffn"))
+    up_BTF = jnp.einsum("btd,df->btf", h_BTD, _weight(layout, params["up"], h_BTD, None, "ffn"))
+    return jnp.einsum(
+        "btf,fd->btd",
+        jax.nn.silu(gate_BTF) * up_BTF,
+        _weight(layout, params["down"], h_BTD, "ffn", None),
+        out_sharding=layout.sharding("batch", "seq", None),
+    )
+
+
+def _weight(layout: Layout, value: jax.Array, like: jax.Array, *axes: str | None) -> jax.Array:
+    # Cast, then gathered over the width's axes (fsdp): the collective moves the narrow dtype.
+    return layout.place(value.astype(like.dtype), *axes)

@@ -460,5 +460,7 @@ def test_the_end_of_a_prefix_is_one_token_that_occurs(config, tmp_path):
         prepare(replace(config, prefix_end=""))
     with pytest.raises(UserError, match=r"prefix_end = '%' occurs nowhere in the train split"):
         prepare(replace(config, prefix_end="%"))
+    with pytest.raises(UserError, match=r"prefix_end is data\.end_of_text"):
+        prepare(replace(config, prefix_end=config.end_of_text))
     with pytest.raises(UserError, match="a tokens: source does not know"):
         prepare(DataConfig(source="tokens:ids.npy", prefix_end=":"))

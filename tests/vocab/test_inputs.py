@@ -169,7 +169,7 @@ def test_adaptive_rows_are_of_the_band_of_their_rank(
 def test_adaptive_tables_start_with_rows_of_unit_length() -> None:
     size, width = 4000, 64
     config = VocabConfig(size=size, width=width, input=AdaptiveTable((1000,)))
-    lexicon = Lexicon.stand_in(size)
+    lexicon = Lexicon.stand_in()
     vocab = Vocab(replace(config, head=UntiedHead()), rngs=nnx.Rngs(0), lexicon=lexicon)
     for band, E in zip(vocab.input.bands, (64, 16), strict=True):
         logical = band.table.get_metadata("logical")[0]

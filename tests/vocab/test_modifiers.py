@@ -34,7 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {"over_encoding": {"order": 2}, "adaptive": {
 
 def build(input: InputConfig, head: Any = None) -> Vocab:
     config = VocabConfig(size=V, width=D, multiple=4, input=input, head=head or UntiedHead())
-    return Vocab(config, rngs=nnx.Rngs(0), lexicon=Lexicon.stand_in(V))
+    return Vocab(config, rngs=nnx.Rngs(0), lexicon=Lexicon.stand_in())
 
 
 def dropping(ids_BT: Any = IDS_BT, key: jax.Array = KEY) -> Tokens:

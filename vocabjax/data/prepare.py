@@ -80,6 +80,10 @@ class DataConfig:
                 raise UserError(f"data.{field} = {value} must be at least {least} and below 2^31")
         if not self.end_of_text:
             raise UserError("data.end_of_text must not be empty")
+        if self.prefix_end == self.end_of_text:
+            raise UserError(
+                "data.prefix_end is data.end_of_text, which opens each document: its prefix would end before it begins"
+            )
         if self.prefix_end is not None and self.source.startswith("tokens:"):
             raise UserError(
                 "data.prefix_end is a token's text, which a tokens: source does not know: give a text"

@@ -48,14 +48,13 @@ class WindowSource:
     def __init__(self, stream: TokenStream, length: int, *, pad_last: bool = False) -> None:
         self._stream = stream
         self._length = length
-        targets = max(0, len(stream.tokens) - 1)
-        self._spans: Sequence[tuple[int, int]] | None = (
-            None  # of whole documents: start, last target
-        )
-        self._windows = -(-targets // length) if pad_last else targets // length
-        if stream.prefix_end is not None:
-            self._spans = _document_spans(stream, length)
+        # Windows of whole documents; None: at stride T.
+        self._spans = None if stream.prefix_end is None else _document_spans(stream, length)
+        if self._spans is not None:
             self._windows = len(self._spans)
+        else:
+            targets = max(0, len(stream.tokens) - 1)
+            self._windows = -(-targets // length) if pad_last else targets // length
 
     def __len__(self) -> int:
         return self._windows

@@ -17,7 +17,15 @@ from jax import lax
 
 from vocabjax.vocab.interfaces import Objective
 from vocabjax.vocab.labels import valid_labels
-from vocabjax.vocab.scores import LOWEST, Scoring, allowed_rows, cut_chunks, local_scores
+from vocabjax.vocab.scores import (
+    LOWEST,
+    Scoring,
+    allowed_rows,
+    cut_chunks,
+    join_chunks,
+    local_scores,
+    product_gradients,
+)
 from vocabjax.vocab.table import TokenAxes
 
 
@@ -115,9 +123,7 @@ def _kl_fwd(
             return None, jnp.stack([lse_s, highest_a + jnp.log(total_a), mean_gap], -1)
 
         _, found = lax.scan(body, None, cut_chunks(objective.chunk, h, u))
-        shape = h.shape[:2]
-        found = found.reshape(-1, 3)[: shape[0] * shape[1]].reshape(*shape, 3)
-        found = axes.keep(found)
+        found = axes.keep(join_chunks(found, h.shape[:2]))
         lse_s, lse_a, mean_gap = jnp.moveaxis(found, -1, 0)
         return mean_gap - lse_a + lse_s, found
 
@@ -163,8 +169,8 @@ def _kl_bwd(
             gap_CR = jnp.where(is_allowed_R, a_CR - s_CR, 0) - mean_gap
             ds_CR = jnp.where(is_allowed_R, g_CR * (jnp.exp(s_CR - lse_s) - y_CR) * slope_CR, 0)
             da_CR = jnp.where(is_allowed_R, g_CR * y_CR * gap_CR, 0)
-            dh_CE, dtable_RE = _products(ds_CR * scoring.scale, h_CE, shard[0])
-            du_CD, dembedding_RD = _products(da_CR, u_CD, shard[2])
+            dh_CE, dtable_RE = product_gradients(ds_CR * scoring.scale, h_CE, shard[0])
+            du_CD, dembedding_RD = product_gradients(da_CR, u_CD, shard[2])
             more = (dtable_RE, ds_CR.sum(0), dembedding_RD)
             return jax.tree.map(jnp.add, carry, more), (dh_CE, du_CD)
 
@@ -178,10 +184,7 @@ def _kl_bwd(
         dtable_RE, dbias_R, dembedding_RD = lax.psum(gradients, axes.only_tokens)
 
         def back(d: jax.Array, like: jax.Array) -> jax.Array:
-            count = like.shape[0] * like.shape[1]
-            return axes.reduce(d.reshape(-1, d.shape[-1])[:count].reshape(like.shape)).astype(
-                like.dtype
-            )
+            return axes.reduce(join_chunks(d, like.shape[:2])).astype(like.dtype)
 
         dbias = None if bias_R is None else dbias_R
         return _Inputs(back(dh, h), dtable_RE, dbias, back(du, u), dembedding_RD)
@@ -198,15 +201,6 @@ def _kl_bwd(
 
 
 _kl.defvjp(_kl_fwd, _kl_bwd)
-
-
-def _products(d_CR: jax.Array, x_CE: jax.Array, rows_RE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of x and of the rows from those of x·rowsᵀ, float32."""
-    d_CR = d_CR.astype(x_CE.dtype)
-    return (
-        jnp.einsum("cr,re->ce", d_CR, rows_RE, preferred_element_type=jnp.float32),
-        jnp.einsum("cr,ce->re", d_CR, x_CE, preferred_element_type=jnp.float32),
-    )
 
 
 def _specs(scoring: Scoring, axes: TokenAxes) -> tuple[Any, ...]:

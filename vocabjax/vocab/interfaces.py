@@ -103,8 +103,12 @@ class Objective:
         over-decoding (arXiv:2501.16975). How h is turned to them is our reading.
       future_weight: of the cross-entropy of each of them.
       chunk: tokens per device whose logits exist at one time.
+      terms: what a head may or may not define: not 0 where it is asked for.
     """
 
+    terms: ClassVar[frozenset[str]] = frozenset(
+        ["z_loss", "label_smoothing", "augmented", "future"]
+    )
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     augmented: float = 0.0
@@ -340,9 +344,10 @@ class InputConfig(PartConfig):
       norm: applied after the scale.
       gradient: multiplies the gradient that reaches the row from the trunk, not its value.
       dropout: probability that an id's row is 0 throughout a training step; the others are divided by the rest.
+      composed: whether its rows are made of other tables' rows, and stored nowhere.
     """
 
-    composed: ClassVar[bool] = False  # its rows are made of other tables' rows, and stored nowhere
+    composed: ClassVar[bool] = False
     scale: Literal["none", "sqrt_width"] | float = "none"
     norm: Literal["none", "layernorm", "rmsnorm"] = "none"
     gradient: float = 1.0
@@ -364,11 +369,17 @@ class InputConfig(PartConfig):
 
 
 class HeadConfig(PartConfig):
-    tied: ClassVar[bool]  # scores against what the input lends
-    needs: ClassVar[tuple[str, ...]] = ()  # what the input must lend for that
-    honours: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # fields of `Objective` beside `chunk` that its loss knows
+    """What `rules.py` decides by.
+
+    Attributes:
+      tied: whether it scores against what the input lends.
+      needs: what the input must lend for that, by name.
+      honours: which of `Objective.terms` its loss has; the others must be 0.
+    """
+
+    tied: ClassVar[bool]
+    needs: ClassVar[tuple[str, ...]] = ()
+    honours: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
@@ -376,6 +387,8 @@ class HeadConfig(PartConfig):
 
 
 class MemoryConfig(PartConfig):
+    """Names a memory."""
+
     @abc.abstractmethod
     def build(self, context: Context, trunk: TrunkShape) -> Memory:
         """The memory, for a trunk of that shape."""

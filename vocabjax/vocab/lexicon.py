@@ -16,7 +16,8 @@ class Lexicon:
     """Facts about a vocabulary that some parts are built from. Either may be unknown.
 
     Attributes:
-      counts_V: integers [V], occurrences of each id in the training text; BPE ids are not sorted by them.
+      counts_V: integers [V], occurrences of each id in the training text; BPE ids are not sorted by them. Missing ids at the
+        end have none.
       texts: the text of each id; what is no text by itself (a part of a character) begins with NUL. Missing ids at the end
         have none.
     """
@@ -25,9 +26,9 @@ class Lexicon:
     texts: Sequence[str] | None = None
 
     @staticmethod
-    def stand_in(size: int) -> "Lexicon":
+    def stand_in() -> "Lexicon":
         """For shapes alone, where there are no data: ids are taken for sorted, and for different texts."""
-        return Lexicon(np.zeros(size, np.int64), ())
+        return Lexicon(np.zeros(0, np.int64), ())
 
     def ranks(self, size: int, who: str) -> np.ndarray:
         """int32 [size]: 0 for the commonest id; ties by id, ids that were never counted last.
@@ -41,8 +42,8 @@ class Lexicon:
                 "lexicon=Lexicon(counts_V=…) to the vocabulary"
             )
         counts = np.zeros(size, np.int64)
-        known = min(size, len(self.counts_V))
-        counts[:known] = self.counts_V[:known]
+        known = self.counts_V[:size]
+        counts[: len(known)] = known
         ranks = np.empty(size, np.int32)
         ranks[np.argsort(-counts, kind="stable")] = np.arange(size)
         return ranks
@@ -58,7 +59,7 @@ class Lexicon:
                 f"{who} needs the text of each id: train it on text instead of token ids, or give "
                 "lexicon=Lexicon(texts=…) to the vocabulary"
             )
-        known = [self.texts[token] for token in range(min(size, len(self.texts)))]
+        known = list(self.texts[:size])
         return known + [f"\0{token}" for token in range(len(known), size)]
 
 

@@ -26,7 +26,9 @@ from vocabjax.vocab.scores import (
     allowed_rows,
     chunk_statistics,
     cut_chunks,
+    join_chunks,
     local_scores,
+    product_gradients,
 )
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import TokenAxes
@@ -169,8 +171,7 @@ def _run(
         inverse: jax.Array,
     ) -> tuple[_Sums, _Gradients | None]:
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
-        shape, dtype = h.shape, h.dtype
-        cast_RD = table_RD.astype(dtype)
+        cast_RD = table_RD.astype(h.dtype)
         rows = table_RD.shape[0]
         allowed_R = allowed_rows(sizes, axes, rows)
 
@@ -193,12 +194,8 @@ def _run(
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
             du_CR = jnp.where(allowed_R, du_CR * (w_C * inverse)[:, None], 0)
             dtable_RD, dbias_R = gradients
-            scaled_CR = (du_CR * scoring.scale).astype(dtype)
-            dh_CD = jnp.einsum("cr,rd->cd", scaled_CR, cast_RD, preferred_element_type=jnp.float32)
-            dtable_RD += jnp.einsum(
-                "cr,cd->rd", scaled_CR, h_CD, preferred_element_type=jnp.float32
-            )
-            return (sums, (dtable_RD, dbias_R + du_CR.sum(0))), dh_CD
+            dh_CD, more_RD = product_gradients(du_CR * scoring.scale, h_CD, cast_RD)
+            return (sums, (dtable_RD + more_RD, dbias_R + du_CR.sum(0))), dh_CD
 
         zeros = (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
         (sums, gradients), dh = lax.scan(
@@ -210,9 +207,8 @@ def _run(
         if gradients is None or dh is None:
             return (total * inverse, nll, z), None
         dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
-        dh = dh.reshape(-1, shape[-1])[: shape[0] * shape[1]].reshape(shape)
         return (total * inverse, nll, z), (
-            axes.reduce(dh).astype(dtype),
+            axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype),
             dtable_RD.astype(table_RD.dtype),
             None if bias_R is None else dbias_R.astype(bias_R.dtype),
         )

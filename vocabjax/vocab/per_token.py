@@ -13,9 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vocabjax.vocab.interfaces import Loss
-from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, valid_labels
-from vocabjax.vocab.scores import Scoring, allowed_rows, chunk_statistics, cut_chunks, local_scores
+from vocabjax.vocab.interfaces import Head, Loss, Shared, Tokens
+from vocabjax.vocab.labels import (
+    count_labels,
+    inverse_or_zero,
+    label_weights,
+    valid_labels,
+    where_counted,
+)
+from vocabjax.vocab.scores import (
+    Scoring,
+    allowed_rows,
+    chunk_statistics,
+    cut_chunks,
+    join_chunks,
+    local_scores,
+    product_gradients,
+)
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import TokenAxes, row_start
 
@@ -54,8 +68,7 @@ def per_token(
     layout, inner = scoring.layout, [None] * (h.ndim - 3)
     h = layout.place(h, "batch", "seq", *inner, None)
     targets = layout.place(targets, "batch", "seq", *inner)
-    found = _per_token(scoring, chunk, _Inputs(h, table_VD, bias_V, targets))
-    return PerToken(found.log_p, found.top + found.log_sum)
+    return _per_token(scoring, chunk, _Inputs(h, table_VD, bias_V, targets))
 
 
 def nll_loss(
@@ -79,6 +92,29 @@ def nll_loss(
     )
 
 
+class LikelihoodHead(Head):
+    """A head of several softmaxes: all that its loss is made of is its `nll`, so it honours nothing more of an objective.
+
+    Attributes:
+      sizes: which ids may be predicted.
+    """
+
+    sizes: Sizes
+
+    def loss(
+        self,
+        shared: Shared,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array | None,
+        tokens: Tokens | None,
+    ) -> Loss:
+        h_BTD = where_counted(self.sizes, h_BTD, targets_BT, weights_BT)
+        nll_BT = self.nll(shared, h_BTD, targets_BT)
+        return nll_loss(self.sizes, nll_BT, targets_BT, weights_BT, normalizer)
+
+
 class _Inputs(NamedTuple):
     h: jax.Array
     table_VD: jax.Array
@@ -86,20 +122,24 @@ class _Inputs(NamedTuple):
     targets: jax.Array
 
 
-class _Found(NamedTuple):
-    log_p: jax.Array
-    top: jax.Array  # the highest score
-    log_sum: jax.Array  # lse − top
+# Kept apart for the backward: the highest score, and lse − that; their sum has lost digits.
+_Lse = tuple[jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _per_token(scoring: Scoring, chunk: int, inputs: _Inputs) -> _Found:
+def _per_token(scoring: Scoring, chunk: int, inputs: _Inputs) -> PerToken:
+    return _per_token_fwd(scoring, chunk, inputs)[0]
+
+
+def _per_token_fwd(
+    scoring: Scoring, chunk: int, inputs: _Inputs
+) -> tuple[PerToken, tuple[_Inputs, _Lse]]:
     sizes = scoring.sizes
     axes = TokenAxes.of(scoring.layout)
 
     def local(
         h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None, targets: jax.Array
-    ) -> _Found:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         h, gathered = axes.gather(h), axes.gather(targets)
         cast_RD = table_RD.astype(h.dtype)
 
@@ -110,36 +150,29 @@ def _per_token(scoring: Scoring, chunk: int, inputs: _Inputs) -> _Found:
             return None, jnp.stack([at.target - at.log_sum, at.top, at.log_sum], -1)
 
         _, found = lax.scan(body, None, cut_chunks(chunk, *_flat(h, gathered)))
-        found = found.reshape(-1, 3)[: gathered.size].reshape(*gathered.shape, 3)
-        log_p, top, log_sum = jnp.moveaxis(axes.keep(found), -1, 0)
-        return _Found(jnp.where(valid_labels(sizes, targets), log_p, 0), top, log_sum)
+        found = axes.keep(join_chunks(found, gathered.shape))
+        log_p, top, log_sum = jnp.moveaxis(found, -1, 0)
+        return jnp.where(valid_labels(sizes, targets), log_p, 0), top, log_sum
 
-    return jax.shard_map(
+    log_p, top, log_sum = jax.shard_map(
         local,
         mesh=scoring.layout.mesh,
         in_specs=_specs(scoring, axes),
         out_specs=axes.spec,
         check_vma=False,
     )(*inputs)
-
-
-def _per_token_fwd(
-    scoring: Scoring, chunk: int, inputs: _Inputs
-) -> tuple[_Found, tuple[_Inputs, _Found]]:
-    found = _per_token(scoring, chunk, inputs)
-    return found, (inputs, found)
+    return PerToken(log_p, top + log_sum), (inputs, (top, log_sum))
 
 
 def _per_token_bwd(
-    scoring: Scoring, chunk: int, residuals: tuple[_Inputs, _Found], cotangents: _Found
+    scoring: Scoring, chunk: int, residuals: tuple[_Inputs, _Lse], cotangents: PerToken
 ) -> tuple[_Inputs]:
-    inputs, found = residuals
+    inputs, (top, log_sum) = residuals
     sizes = scoring.sizes
     axes = TokenAxes.of(scoring.layout)
     is_valid = valid_labels(sizes, inputs.targets)
-    # `top` and `log_sum` are only ever used as their sum, so their cotangents are equal.
     numbers = jnp.stack(
-        [jnp.where(is_valid, cotangents.log_p, 0), cotangents.top, found.top, found.log_sum], -1
+        [jnp.where(is_valid, cotangents.log_p, 0), cotangents.lse, top, log_sum], -1
     )
 
     def local(
@@ -150,8 +183,7 @@ def _per_token_bwd(
         numbers: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         h, targets, numbers = axes.gather(h), axes.gather(targets), axes.gather(numbers)
-        shape, dtype = h.shape, h.dtype
-        cast_RD = table_RD.astype(dtype)
+        cast_RD = table_RD.astype(h.dtype)
         rows = table_RD.shape[0]
         start = row_start(axes.rows, rows)
         allowed_R = allowed_rows(sizes, axes, rows)
@@ -165,19 +197,14 @@ def _per_token_bwd(
             dz_CR = jnp.exp(z_CR - top - log_sum) * (g_lse - g_log_p)
             dz_CR += jnp.where(is_target_CR, g_log_p, 0)
             du_CR = jnp.where(allowed_R, dz_CR * slope_CR, 0)
-            scaled_CR = (du_CR * scoring.scale).astype(dtype)
-            dh_CD = jnp.einsum("cr,rd->cd", scaled_CR, cast_RD, preferred_element_type=jnp.float32)
-            dtable_RD += jnp.einsum(
-                "cr,cd->rd", scaled_CR, h_CD, preferred_element_type=jnp.float32
-            )
-            return (dtable_RD, dbias_R + du_CR.sum(0)), dh_CD
+            dh_CD, more_RD = product_gradients(du_CR * scoring.scale, h_CD, cast_RD)
+            return (dtable_RD + more_RD, dbias_R + du_CR.sum(0)), dh_CD
 
         zeros = (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
         gradients, dh = lax.scan(body, zeros, cut_chunks(chunk, *_flat(h, targets, numbers)))
         dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
-        dh = dh.reshape(-1, shape[-1])[: h.size // shape[-1]].reshape(shape)
         return (
-            axes.reduce(dh).astype(dtype),
+            axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype),
             dtable_RD.astype(table_RD.dtype),
             None if bias_R is None else dbias_R.astype(bias_R.dtype),
         )

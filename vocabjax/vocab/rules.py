@@ -51,8 +51,8 @@ def require_objective(
     Raises:
       UserError: names the setting, the head, and what to use instead.
     """
-    for name in ("z_loss", "label_smoothing", "augmented", "future"):
-        if getattr(objective, name) and name not in head.honours:
+    for name in sorted(objective.terms - head.honours):
+        if getattr(objective, name):
             raise UserError(
                 f"vocab.objective.{name} = {getattr(objective, name)} is not defined for vocab.head of kind {head.kind!r}; "
                 "set it to 0, or use a head of one softmax (tied, untied, …)"

@@ -7,6 +7,7 @@ scores), as in Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -151,3 +152,19 @@ def cut_chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.pad(flat, padding).reshape(count, per_chunk, *x.shape[2:])
 
     return tuple(cut(x) for x in arrays)
+
+
+def join_chunks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Back from [chunks, C, k] to [*shape, k], for `shape` that of the tokens that were cut."""
+    return x.reshape(-1, x.shape[-1])[: math.prod(shape)].reshape(*shape, x.shape[-1])
+
+
+def product_gradients(
+    d_CR: jax.Array, h_CD: jax.Array, table_RD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """float32 gradients of h and of the table from those of h · tableᵀ; products are of operands in the dtype of h."""
+    d_CR = d_CR.astype(h_CD.dtype)
+    return (
+        jnp.einsum("cr,rd->cd", d_CR, table_RD, preferred_element_type=jnp.float32),
+        jnp.einsum("cr,cd->rd", d_CR, h_CD, preferred_element_type=jnp.float32),
+    )

@@ -28,19 +28,10 @@ from vocabjax.errors import UserError
 from vocabjax.param import normal
 from vocabjax.vocab.bands import band_bounds, band_width, check_bands
 from vocabjax.vocab.inputs.adaptive import AdaptiveInput
-from vocabjax.vocab.interfaces import (
-    Context,
-    Head,
-    HeadConfig,
-    Input,
-    Loss,
-    Objective,
-    Shared,
-    Tokens,
-)
-from vocabjax.vocab.labels import valid_labels, where_counted
+from vocabjax.vocab.interfaces import Context, Head, HeadConfig, Input, Objective, Shared
+from vocabjax.vocab.labels import valid_labels
 from vocabjax.vocab.lexicon import Constant
-from vocabjax.vocab.per_token import PerToken, nll_loss, per_token
+from vocabjax.vocab.per_token import LikelihoodHead, PerToken, per_token
 from vocabjax.vocab.scores import Scoring, linear_logits, score_spec
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import row_start
@@ -64,7 +55,9 @@ class AdaptiveSoftmax(HeadConfig):
         check_bands("vocab.head", self.cutoffs, self.factor)
 
     def build(self, context: Context, objective: Objective, input: Input) -> Head:
-        ranks = Constant(context.lexicon.ranks(context.sizes.logical, "vocab.head adaptive"))
+        ranks = Constant(
+            context.lexicon.ranks(context.sizes.logical, "vocab.head of kind 'adaptive'")
+        )
         return OwnBands(self, context, objective, ranks)
 
 
@@ -81,7 +74,7 @@ class TiedAdaptiveSoftmax(HeadConfig):
         return LentBands(context, objective, input)
 
 
-class BandedHead(Head):
+class BandedHead(LikelihoodHead):
     """What both share: all but where tables and projections come from."""
 
     def __init__(
@@ -125,7 +118,7 @@ class BandedHead(Head):
 
     def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         is_valid_BT = valid_labels(self.sizes, targets_BT)
-        rank_BT = self.ranks.of(self.layout, self.layout.place(targets_BT, "batch", "seq"))
+        rank_BT = self.ranks.of(self.layout, targets_BT)
 
         def within(i: int) -> tuple[jax.Array, PerToken]:
             start, end = self.bounds[i]
@@ -143,19 +136,6 @@ class BandedHead(Head):
             slot_BT = slots_BTn[..., i - 1] - lse_BT
             log_p_BT += jnp.where(is_here_BT, slot_BT + found.log_p, 0)
         return -log_p_BT
-
-    def loss(
-        self,
-        shared: Shared,
-        h_BTD: jax.Array,
-        targets_BT: jax.Array,
-        weights_BT: jax.Array | None,
-        normalizer: jax.Array | None,
-        tokens: Tokens | None,
-    ) -> Loss:
-        h_BTD = where_counted(self.sizes, h_BTD, targets_BT, weights_BT)
-        nll_BT = self.nll(shared, h_BTD, targets_BT)
-        return nll_loss(self.sizes, nll_BT, targets_BT, weights_BT, normalizer)
 
     def _slots(self, h_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, n]: the scores of the bands after the first."""
@@ -193,6 +173,8 @@ class BandedHead(Head):
 
 
 class OwnBands(BandedHead):
+    """Tables and projections of its own."""
+
     def __init__(
         self, config: AdaptiveSoftmax, context: Context, objective: Objective, ranks: Constant
     ) -> None:
@@ -222,6 +204,8 @@ class OwnBands(BandedHead):
 
 
 class LentBands(BandedHead):
+    """Tables and projections that an adaptive input lends."""
+
     def __init__(
         self,
         context: Context,

@@ -48,9 +48,7 @@ class LinearHead(HeadConfig):
       mean_penalty: γ; γ‖μ‖² is added to the loss once per step, μ the mean row.
     """
 
-    honours: ClassVar[frozenset[str]] = frozenset(
-        ["z_loss", "label_smoothing", "augmented", "future"]
-    )
+    honours: ClassVar[frozenset[str]] = Objective.terms
     bias: bool = False
     scale: float = 1.0
     softcap: float | None = None
@@ -109,7 +107,7 @@ class MatrixHead(Head):
         width: int | None = None,
     ) -> None:
         layout, sizes, scope = context.scope.layout, context.sizes, context.scope
-        self.scoring = Scoring(layout, sizes, config.scale, config.softcap)
+        self.sizes, self.scoring = sizes, Scoring(layout, sizes, config.scale, config.softcap)
         self.objective = objective
         self.mean_penalty = config.mean_penalty
         self.trunk_width = context.width
@@ -139,7 +137,7 @@ class MatrixHead(Head):
 
     def flops(self) -> int:
         passes = 1 + self.objective.future
-        return 2 * self.scoring.sizes.logical * self.width * passes + matrix_flops(self)
+        return 2 * self.sizes.logical * self.width * passes + matrix_flops(self)
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         h_BTE = self.transform(shared, h_BTD)
@@ -160,14 +158,13 @@ class MatrixHead(Head):
         total = loss.total
         if self.objective.augmented:
             kl_BT = self._divergence(shared, h_BTE, targets_BT, weights_BT)
-            sizes = self.scoring.sizes
-            more = nll_loss(sizes, kl_BT, targets_BT, weights_BT, normalizer).total
+            more = nll_loss(self.sizes, kl_BT, targets_BT, weights_BT, normalizer).total
             total += self.objective.augmented * more
         for ahead in range(1, self.objective.future + 1):
             later_BT = _shifted(self.scoring.layout, targets_BT, tokens, ahead)
             # A position that predicts nothing next predicts nothing further on.
-            later_BT = jnp.where(valid_labels(self.scoring.sizes, targets_BT), later_BT, IGNORE)
-            h_later_BTD = where_counted(self.scoring.sizes, h_BTD, later_BT, weights_BT)
+            later_BT = jnp.where(valid_labels(self.sizes, targets_BT), later_BT, IGNORE)
+            h_later_BTD = where_counted(self.sizes, h_BTD, later_BT, weights_BT)
             h_BTE = self.transform(shared, self._ahead(h_later_BTD, ahead))
             plain = Objective(chunk=self.objective.chunk)
             more = self._entropy(plain, shared, h_BTE, later_BT, weights_BT, normalizer).total
@@ -206,9 +203,9 @@ class MatrixHead(Head):
         if not objective.augmented_targets:
             table_VD = lax.stop_gradient(table_VD)
         u_BTD = lookup(
-            scoring.layout, table_VD, targets_BT, logical=scoring.sizes.logical, dtype=h_BTE.dtype
+            scoring.layout, table_VD, targets_BT, logical=self.sizes.logical, dtype=h_BTE.dtype
         )
-        h_BTE = where_counted(scoring.sizes, h_BTE, targets_BT, weights_BT)
+        h_BTE = where_counted(self.sizes, h_BTE, targets_BT, weights_BT)
         rows, bias_V = self._rows(shared), self._bias()
         return augmented_kl(scoring, objective, h_BTE, rows, bias_V, u_BTD, table_VD, targets_BT)
 
@@ -225,7 +222,7 @@ class MatrixHead(Head):
     def penalty(self, shared: Shared) -> jax.Array | None:
         if not self.mean_penalty:
             return None
-        mean_E = self._rows(shared).sum(0) / self.scoring.sizes.logical  # padding is zero
+        mean_E = self._rows(shared).sum(0) / self.sizes.logical  # padding is zero
         return self.mean_penalty * (mean_E**2).sum()
 
     def _ahead(self, h_BTD: jax.Array, ahead: int) -> jax.Array:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from vocabjax.errors import UserError
 from vocabjax.param import normal
 from vocabjax.vocab.heads.linear import MatrixHead, TiedHead
-from vocabjax.vocab.interfaces import Context, Head, Input, Loss, Objective, Shared, Tokens
-from vocabjax.vocab.labels import valid_labels, where_counted
-from vocabjax.vocab.per_token import nll_loss, per_token
+from vocabjax.vocab.interfaces import Context, Head, Input, Objective, Shared
+from vocabjax.vocab.labels import valid_labels
+from vocabjax.vocab.per_token import LikelihoodHead, per_token
 from vocabjax.vocab.scores import linear_logits
 
 
@@ -82,15 +82,15 @@ class ContextMixture(_Mixture):
         return jnp.einsum("btk,btkd->btd", jnp.exp(log_share_BTK).astype(c_BTKD.dtype), c_BTKD)
 
 
-class SoftmaxMixture(_Mixture):
+class SoftmaxMixture(LikelihoodHead, _Mixture):
     def flops(self) -> int:
-        once = 2 * self.scoring.sizes.logical * self.width
+        once = 2 * self.sizes.logical * self.width
         return super().flops() + (self.components - 1) * once
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         """log p: the scores of a mixture are normalised already."""
         log_share_BTK, c_BTKD = self.contexts(h_BTD)
-        allowed_V = jnp.asarray(self.scoring.sizes.allowed_V)
+        allowed_V = jnp.asarray(self.sizes.allowed_V)
 
         def component(k: int) -> jax.Array:
             z_BTV = linear_logits(self.scoring, c_BTKD[:, :, k], self._rows(shared), self._bias())
@@ -111,19 +111,5 @@ class SoftmaxMixture(_Mixture):
             jnp.broadcast_to(targets_BT[..., None], log_share_BTK.shape),
             bias_V=self._bias(),
         ).log_p
-        is_valid_BT = valid_labels(self.scoring.sizes, targets_BT)
+        is_valid_BT = valid_labels(self.sizes, targets_BT)
         return jnp.where(is_valid_BT, -jax.nn.logsumexp(log_share_BTK + log_p_BTK, -1), 0)
-
-    def loss(
-        self,
-        shared: Shared,
-        h_BTD: jax.Array,
-        targets_BT: jax.Array,
-        weights_BT: jax.Array | None,
-        normalizer: jax.Array | None,
-        tokens: Tokens | None,
-    ) -> Loss:
-        sizes = self.scoring.sizes
-        h_BTD = where_counted(sizes, h_BTD, targets_BT, weights_BT)
-        nll_BT = self.nll(shared, h_BTD, targets_BT)
-        return nll_loss(sizes, nll_BT, targets_BT, weights_BT, normalizer)

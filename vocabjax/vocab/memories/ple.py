@@ -34,19 +34,16 @@ from vocabjax.vocab.interfaces import (
 
 
 @dataclass(frozen=True)
-class PLE(MemoryConfig):
-    """Per-layer embeddings as Gemma 3n and 4 build them.
+class _PerLayerConfig(MemoryConfig):
+    """What both forms share.
 
     Attributes:
       width: P, of each layer's part of a row.
       rows: V', ids that have a row; None: all.
-      scalar: whether each layer's output is scaled by a learned number, initially 1.
     """
 
-    kind: ClassVar[str] = "ple"
     width: int = 64
     rows: int | None = None
-    scalar: bool = False
 
     def check(self) -> None:
         if self.width < 1 or (self.rows is not None and self.rows < 1):
@@ -54,14 +51,11 @@ class PLE(MemoryConfig):
                 f"vocab.memories: width = {self.width} and rows = {self.rows} of {self.kind} must be at least 1"
             )
 
-    def build(self, context: Context, trunk: TrunkShape) -> Memory:
-        return PLEMemory(self, context, trunk)
-
 
 class _PerLayer(Memory):
-    """What both forms share: a table whose rows hold every layer's part."""
+    """A table whose rows hold every layer's part."""
 
-    def __init__(self, config: PLE, context: Context, trunk: TrunkShape) -> None:
+    def __init__(self, config: _PerLayerConfig, context: Context, trunk: TrunkShape) -> None:
         self.layers = tuple(range(trunk.layers))
         self.width = config.width
         size = context.sizes.logical
@@ -76,6 +70,21 @@ class _PerLayer(Memory):
     def _by_layer(self, flat: jax.Array) -> jax.Array:
         """[B, T, L·P] → [B, T, L, P]."""
         return flat.reshape(*flat.shape[:2], len(self.layers), self.width)
+
+
+@dataclass(frozen=True)
+class PLE(_PerLayerConfig):
+    """Per-layer embeddings as Gemma 3n and 4 build them.
+
+    Attributes:
+      scalar: whether each layer's output is scaled by a learned number, initially 1.
+    """
+
+    kind: ClassVar[str] = "ple"
+    scalar: bool = False
+
+    def build(self, context: Context, trunk: TrunkShape) -> Memory:
+        return PLEMemory(self, context, trunk)
 
 
 class PLEMemory(_PerLayer):
@@ -121,15 +130,10 @@ class PLEMemory(_PerLayer):
 
 
 @dataclass(frozen=True)
-class ArticlePLE(PLE):
-    """A per-layer gate on the FFN, as the article words it. `scalar` does nothing here."""
+class ArticlePLE(_PerLayerConfig):
+    """A per-layer gate on the FFN, as the article words it."""
 
     kind: ClassVar[str] = "ple_article"
-
-    def check(self) -> None:
-        super().check()
-        if self.scalar:
-            raise UserError("vocab.memories: ple_article has no scalar; use ple")
 
     def build(self, context: Context, trunk: TrunkShape) -> Memory:
         return ArticlePLEMemory(self, context, trunk)
@@ -138,7 +142,7 @@ class ArticlePLE(PLE):
 class ArticlePLEMemory(_PerLayer):
     site: Site = "ffn_out"
 
-    def __init__(self, config: PLE, context: Context, trunk: TrunkShape) -> None:
+    def __init__(self, config: ArticlePLE, context: Context, trunk: TrunkShape) -> None:
         super().__init__(config, context, trunk)
         L, P, D = trunk.layers, config.width, context.width
         self.up = context.scope.param(
