@@ -19,6 +19,7 @@ from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.augmented import augmented_kl
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.heads.linear import LinearHead, TiedHead, UntiedHead
+from vocabjax.vocab.heads.low_rank import LowRankHead
 from vocabjax.vocab.heads.mixture import MixtureOfSoftmaxes
 from vocabjax.vocab.inputs.hashed import HashTable
 from vocabjax.vocab.interfaces import Objective, Tokens
@@ -181,6 +182,15 @@ def test_what_is_not_finite_where_nothing_counts_does_not_spread(
     h_BTD = jnp.asarray(np.where(targets[..., None] == -100, np.nan, hidden()), jnp.float32)
     gradient = jax.grad(lambda v, h: v.loss(h, targets).total, (0, 1))(vocab, h_BTD)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_what_an_objective_computes_is_counted() -> None:
+    """Products of the forward: each future token passes F and the whole head; the divergence scores h and the target's row."""
+    head = LowRankHead(rank=3)
+    plain = 2 * (D * 3 + 3 * V)
+    assert build(head).flops() == plain
+    assert build(head, future=2).flops() == 3 * plain + 2 * 2 * D * D
+    assert build(head, augmented=0.1).flops() == plain + 2 * 3 * V + 2 * D * V
 
 
 def test_the_mean_row_is_penalised() -> None:

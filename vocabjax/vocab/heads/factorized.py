@@ -36,8 +36,8 @@ class Factorized(MatrixHead):
     def transform(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         return jnp.einsum("btd,ed->bte", h_BTD, shared["projection"].astype(h_BTD.dtype))
 
-    def flops(self) -> int:
-        return super().flops() + 2 * self.width * self.trunk_width
+    def transform_flops(self) -> int:
+        return super().transform_flops() + 2 * self.width * self.trunk_width
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class MatrixHead(Head):
         self.objective = objective
         self.mean_penalty = config.mean_penalty
         self.trunk_width = context.width
+        lent = jax.eval_shape(input.shared).get("table")
+        self.lent_width = 0 if lent is None else lent.shape[-1]
         self.width = context.width if width is None else width
         self.table = (
             context.table("table", "head", width=self.width, std=config.std)
@@ -135,9 +137,17 @@ class MatrixHead(Head):
         """What is scored against the rows: [B, T, E]."""
         return h_BTD
 
+    def transform_flops(self) -> int:
+        """Matrix-product FLOPs per token of `transform`."""
+        return matrix_flops(self) - self.objective.future * 2 * self.trunk_width**2
+
     def flops(self) -> int:
-        passes = 1 + self.objective.future
-        return 2 * self.sizes.logical * self.width * passes + matrix_flops(self)
+        scores, ahead = 2 * self.sizes.logical * self.width, self.objective.future
+        once = self.transform_flops() + scores
+        # The augmented loss scores the hidden state again, and the target's row.
+        again = scores + 2 * self.sizes.logical * self.lent_width
+        further = ahead * (once + 2 * self.trunk_width**2)
+        return once + further + (again if self.objective.augmented else 0)
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         h_BTE = self.transform(shared, h_BTD)
