@@ -446,6 +446,10 @@ def test_bad_words_are_answered_in_one_line(
     [
         ("--devices 8 --train.batch 12", "= 12 does not divide over the 8 shards of 'batch'"),
         ("--devices 8 --mesh data=2,model=4", "trunk.heads = 2 does not divide over the 4 shards"),
+        (
+            "--devices 1 --data.length 16 --vocab.objective.future 16",
+            "future = 16 must be below data.length = 16",
+        ),
         ("--devices 1 --trunk.heads 3", "trunk.heads = 3 must be a multiple of"),
         ("--devices 1 --vocab.size 10", "vocab.size = 10 is smaller than the tokenizer"),
         ("--devices 1 --train.batch 4096", "fewer than one batch of 4096"),

@@ -21,12 +21,16 @@ from vocabjax import load as loading
 from vocabjax import train as training
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.data import DataConfig
-from vocabjax.load import adopt, load_run
+from vocabjax.load import Loaded, adopt, load_run
 from vocabjax.log import read_metrics
+from vocabjax.model import Blueprint
 from vocabjax.optim import GroupConfig, OptimConfig
 from vocabjax.runs import Run
 from vocabjax.step import make_step
 from vocabjax.train import Setup, train
+from vocabjax.vocab.heads.adaptive import AdaptiveSoftmax
+from vocabjax.vocab.inputs.adaptive import AdaptiveTable
+from vocabjax.vocab.lexicon import Lexicon
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +286,24 @@ def test_a_start_does_not_depend_on_how_either_run_pads_its_tables(
             UserError, match=rf"of shape \({size}, 16\) in run .*\({size + 1}, 16\)"
         ):
             adopt(bigger, load_run(Run(reference[2]), layout, 6, multiple=64))
+
+
+def test_rows_that_stand_for_other_ids_are_no_start(corpus: Path, tmp_path: Path) -> None:
+    """Rows of bands belong to ranks: those of a run on other text, in the same tokens, are of other ids."""
+    config, layout = config_of(corpus), layout_on(ONE)
+    vocab = replace(
+        config.vocab, size=300, input=AdaptiveTable((9,)), head=AdaptiveSoftmax(cutoffs=(9,))
+    )
+
+    def blueprint(counts_V: np.ndarray) -> Blueprint:
+        return Blueprint(vocab, config.trunk, layout, Lexicon(counts_V))
+
+    counts_V = np.arange(300)
+    theirs = blueprint(counts_V)
+    source = Loaded(Run(tmp_path / "source"), theirs, theirs.abstract(), 6)
+    chex.assert_trees_all_equal(adopt(blueprint(10 * counts_V), source), theirs.abstract())
+    with pytest.raises(UserError, match=r"ranks differs in run 'source', so .* for other ids"):
+        adopt(blueprint(-counts_V), source)
 
 
 def out_of_memory(_: Any) -> None:

@@ -183,6 +183,29 @@ def test_a_tokenizer_that_is_gone_is_named_and_written_again(corpus: Path, tmp_p
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("change", ["gone", "cut", "shorter", "others", "text"])
+def test_counts_that_are_not_the_runs_are_named_and_written_again(
+    change: str, corpus: Path, tmp_path: Path
+) -> None:
+    """A head that sorts ids by frequency would take them for other rows, silently."""
+    config, dataset = dataset_of(config_of(corpus))
+    run = Run.create(tmp_path / "run", config, dataset)
+    path, counts_V = run.directory / "counts.npy", run.counts()
+    damaged = {"shorter": counts_V[:-1], "others": counts_V + 1, "text": counts_V.astype(str)}
+    if change == "gone":
+        path.unlink()
+    elif change == "cut":
+        path.write_bytes(path.read_bytes()[:50])
+    else:
+        np.save(path, damaged[change])
+    with pytest.raises(UserError, match=f"{path}.*; .*the command that .* writes it again") as told:
+        run.lexicon()
+    assert "\n" not in str(told.value)
+    path.unlink(missing_ok=True)
+    Run.create(run.directory, config, dataset)
+    np.testing.assert_array_equal(run.counts(), dataset.counts_V)
+
+
 READERS: dict[str, Callable[[Run], Any]] = {
     "data.json": lambda run: (run.facts(), run.origin()),
     "code.json": Run.code,

@@ -105,6 +105,11 @@ class Config:
         self.data.check()
         self.train.check()
         optim.check(self.optim, self.train.steps)
+        if (ahead := self.vocab.objective.future) >= self.data.length:
+            raise UserError(
+                f"vocab.objective.future = {ahead} must be below data.length = {self.data.length}: no window holds a token "
+                "that far ahead"
+            )
         if isinstance(self.trunk, EncoderDecoderConfig) and self.data.prefix_end is None:
             raise UserError(
                 "an encoder-decoder reads the beginning of each document as its source: set data.prefix_end to what ends "

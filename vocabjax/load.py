@@ -76,7 +76,8 @@ def adopt(blueprint: Blueprint, source: Loaded) -> Params:
     two silently.
 
     Raises:
-      UserError: parameters that are missing, left over, or of another shape (padding apart); names the first.
+      UserError: parameters that are missing, left over, or of another shape (padding apart), or rows that stand for other
+        ids; names the first.
     """
     where = f"run {source.run.name!r}"
     theirs = by_path(source.params)
@@ -100,6 +101,11 @@ def adopt(blueprint: Blueprint, source: Loaded) -> Params:
         if there is None or there.logical != info.logical:
             shown = "absent" if there is None else f"of shape {there.logical}"
             raise UserError(f"{path} is {shown} in {where}, of shape {info.logical} in this config")
+    for path, constant in blueprint.constants.items():
+        if source.blueprint.constants.get(path, constant) != constant:
+            raise UserError(
+                f"{path} differs in {where}, so its rows stand for other ids: give it the data and the settings of that run"
+            )
     for path in theirs.keys() - blueprint.infos.keys():
         raise UserError(f"{where} holds {path}, which this config has no place for")
     abstract = blueprint.abstract()

@@ -12,7 +12,7 @@ from vocabjax.param import ParamInfo, Scope, param_infos, total_size
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.interfaces import Loss, Rows, Tokens, TrunkShape
-from vocabjax.vocab.lexicon import Lexicon
+from vocabjax.vocab.lexicon import Constant, Lexicon
 
 
 class LanguageModel(nnx.Module):
@@ -88,6 +88,11 @@ class Blueprint:
     """A model without values: how to make its parameters, and how to bind them to it.
 
     Training holds parameters as a nested dict of arrays (`Params`); `bind` puts them back into the module.
+
+    Attributes:
+      infos: by path, what each parameter is.
+      constants: by path, what parts were told of the ids: which rows are whose, where that is not the id itself.
+      sizes: of the vocabulary.
     """
 
     def __init__(
@@ -102,6 +107,12 @@ class Blueprint:
         # The key too is made abstractly: the mesh may be of devices that are not here.
         abstract = jax.eval_shape(lambda: self._build(jax.random.key(0)))
         self.infos: dict[str, ParamInfo] = param_infos(abstract)
+        self.constants: dict[str, Constant] = {
+            "/".join(map(str, (*path, name))): value
+            for path, module in nnx.iter_modules(abstract)
+            for name, value in vars(module).items()
+            if isinstance(value, Constant)
+        }
         self.sizes = abstract.vocab.sizes
         self._flops = (abstract.vocab.flops(), abstract.trunk.flops)
         self.graphdef, _ = nnx.split(abstract)

@@ -42,6 +42,7 @@ SETUP_FILES = frozenset(["lock", *_SETUP, *(f"{name}.tmp" for name in _SETUP)])
 _NUMBER = int | float
 _ORIGIN = {"run": str, "step": int, "fingerprint": str}
 _FACTS = {"fingerprint": str}
+_COUNTED = {"size": int, "train_tokens": int}
 _CODE = {
     "commit": str | None,
     "uncommitted_changes": bool | None,
@@ -104,6 +105,8 @@ class Run:
             if another is None:
                 if dataset.tokenizer is not None and not tokenizer.exists():
                     tokenizing.save(dataset.tokenizer, tokenizer)
+                if not run._counts.exists():
+                    run._save_counts(dataset)
                 return run
             if not run._is_blank():
                 raise UserError(
@@ -120,9 +123,7 @@ class Run:
                 (directory / name).unlink(missing_ok=True)
             if dataset.tokenizer is not None:
                 tokenizing.save(dataset.tokenizer, tokenizer)
-            counts = io.BytesIO()
-            np.save(counts, dataset.counts_V)
-            write_atomic(directory / "counts.npy", counts.getvalue())
+            run._save_counts(dataset)
             write_atomic(directory / "data.json", json.dumps(facts, indent=2) + "\n")
             code["command"] = sys.argv
             write_atomic(directory / "code.json", json.dumps(code, indent=2) + "\n")
@@ -205,12 +206,23 @@ class Run:
         raise UserError(f"{path} is missing; the command that trained the run writes it again")
 
     def counts(self) -> np.ndarray:
-        """int64 [V]. Raises UserError when the file cannot be read."""
-        path = self.directory / "counts.npy"
+        """int64 [V]. Raises UserError when the file is missing, or is not that of the run's training text."""
+        path, mend = self._counts, "the command that trained the run writes it again"
+        if not path.exists():
+            raise UserError(f"{path} is missing; {mend}")
+        facts = read_json(self.directory / "data.json", _COUNTED, _COPY)
         try:
-            return np.load(path)
+            counts_V = np.load(path)
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"cannot read {path}: {error}") from error
+            raise UserError(f"cannot read {path}: {error}; delete it, and {mend}") from error
+        # Parts that sort ids by frequency would take other counts for other ids' rows.
+        if (counts_V.dtype, counts_V.shape) != (np.int64, (facts["size"],)) or (
+            counts_V.sum() != facts["train_tokens"]
+        ):
+            raise UserError(
+                f"{path} does not hold the counts of the run's {facts['train_tokens']} training tokens; delete it, and {mend}"
+            )
+        return counts_V
 
     def lexicon(self) -> Lexicon:
         """What the run's vocabulary was built from. Raises UserError when its files cannot be read."""
@@ -226,6 +238,15 @@ class Run:
     def finish(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary, indent=2, allow_nan=False)
         write_atomic(self.directory / "summary.json", text + "\n")
+
+    @property
+    def _counts(self) -> Path:
+        return self.directory / "counts.npy"
+
+    def _save_counts(self, dataset: Dataset) -> None:
+        content = io.BytesIO()
+        np.save(content, dataset.counts_V)
+        write_atomic(self._counts, content.getvalue())
 
     def _is_blank(self) -> bool:
         """Whether nothing of its training was saved: no result, and nothing below `checkpoints` but what a kill left."""

@@ -190,6 +190,13 @@ def test_cutoffs_that_cannot_be_are_named() -> None:
         Vocab(VocabConfig(size=V, width=D, input=AdaptiveTable((5,))), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("count", [0, 2**31])
+def test_buckets_that_no_id_could_name_are_refused(count: int) -> None:
+    for input in (HashTable(buckets=count), CompositionalTable(count)):
+        with pytest.raises(UserError, match=rf"{count} must be at least 1 and below 2\^31"):
+            build(input)
+
+
 @pytest.mark.parametrize(("order", "slices"), [(2, 1), (3, 2)])
 def test_over_encoding_reads_the_ngrams_python_names_inside_the_document(
     order: int, slices: int

@@ -57,7 +57,9 @@ class LinearHead(HeadConfig):
 
     def check(self) -> None:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise UserError(f"vocab.head.softcap = {self.softcap} must be positive, or None")
+            raise UserError(
+                f"vocab.head.softcap = {self.softcap} must be positive and finite, or None"
+            )
         if not 0 < abs(self.scale) < math.inf:
             raise UserError(f"vocab.head.scale = {self.scale} must be finite and not zero")
         if not 0 <= self.mean_penalty < math.inf:

@@ -40,9 +40,9 @@ class HashTable(InputConfig):
 
     def check(self) -> None:
         super().check()
-        if self.buckets < 1 or self.hashes < 1:
+        if not 1 <= self.buckets < 2**31 or self.hashes < 1:
             raise UserError(
-                f"vocab.input.buckets = {self.buckets} and hashes = {self.hashes} must be at least 1"
+                f"vocab.input.buckets = {self.buckets} must be at least 1 and below 2^31, hashes = {self.hashes} at least 1"
             )
 
     def build(self, context: Context, *, tied: bool) -> Input:
@@ -89,9 +89,9 @@ class CompositionalTable(InputConfig):
 
     def check(self) -> None:
         super().check()
-        if self.remainders is not None and self.remainders < 1:
+        if self.remainders is not None and not 1 <= self.remainders < 2**31:
             raise UserError(
-                f"vocab.input.remainders = {self.remainders} must be at least 1, or None"
+                f"vocab.input.remainders = {self.remainders} must be at least 1 and below 2^31, or None"
             )
 
     def build(self, context: Context, *, tied: bool) -> Input:
