@@ -1,13 +1,17 @@
 """A small config on the tests' corpus, and what its training leaves."""
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from vocabjax import FullTable, UntiedHead
+from vocabjax import train as training
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, TrainConfig
 from vocabjax.data import DataConfig
@@ -63,6 +67,19 @@ def restore(setup: Setup, directory: Path) -> Any:
         None,
         logical=setup.blueprint.logical_shapes(),
     )
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delivers SIGTERM once `step` has been taken."""
+
+    def stopped(self: Any, stop: Any, now: int) -> bool:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stop.signal_number:
+                time.sleep(0.01)
+        return bool(stop.signal_number)
+
+    monkeypatch.setattr(training._Trainer, "_stopped", stopped)
 
 
 def drop_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -169,12 +169,11 @@ def test_every_config_dry_runs(
         "tide": table + 2 * V * D + 2 * D + L * (D * 3 + D),
         "engram": table + sum(primes) * 16 + 2 * (2 * 128 * D + 4 * D + 3 * D),
     }
-    vocab = formulas[path.stem] if path.stem not in ("base", "tied", "tiny") else table
+    formulas |= dict.fromkeys(("base", "tied", "tiny"), table)
     out = capsys.readouterr().out
-    assert (
-        f"{in_trunk + vocab:,} parameters: {vocab:,} in the vocabulary, {in_trunk:,} in the trunk"
-        in out
-    )
+    if (vocab := formulas.get(path.stem)) is not None:  # not of somebody's new config
+        count = f"{in_trunk + vocab:,} parameters: {vocab:,} in the vocabulary"
+        assert f"{count}, {in_trunk:,} in the trunk" in out
     assert "the data were not read" in out
     assert tree(tmp_path) == {}
 

@@ -16,7 +16,7 @@ import pytest
 from hlo import buffers, collectives, compiled_text
 from meshes import put
 from models import layout_on, quick_jit, random_params
-from test_train import stop_after, trained
+from small_runs import stop_after, trained
 from test_trunk import rms_norm_oracle, rope_oracle, tokens_on
 
 from vocabjax.cli import main

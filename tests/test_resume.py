@@ -1,10 +1,7 @@
 """Runs that are stopped, resumed, found finished, guarded from one another, and started from one another."""
 
 import json
-import os
 import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from models import layout_on
-from small_runs import ONE, config_of, drop_speed, trained
+from small_runs import ONE, config_of, drop_speed, stop_after, trained
 
 from vocabjax import TiedHead, UntiedHead, UserError
 from vocabjax import load as loading
@@ -31,19 +28,6 @@ from vocabjax.train import Setup, train
 from vocabjax.vocab.heads.adaptive import AdaptiveSoftmax
 from vocabjax.vocab.inputs.adaptive import AdaptiveTable
 from vocabjax.vocab.lexicon import Lexicon
-
-
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delivers SIGTERM once `step` has been taken."""
-
-    def stopped(self: Any, stop: Any, now: int) -> bool:
-        if now == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not stop.signal_number:
-                time.sleep(0.01)
-        return bool(stop.signal_number)
-
-    monkeypatch.setattr(training._Trainer, "_stopped", stopped)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])

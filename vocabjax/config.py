@@ -365,4 +365,18 @@ def _subclasses(base: type[PartConfig]) -> list[type[PartConfig]]:
 def _import_parts() -> None:
     for package in PARTS.values():
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except UserError:
+                raise
+            except Exception as error:  # somebody's new part, in the middle of being written
+                raise UserError(
+                    f"cannot import {module.name}: {why_not_imported(error)}"
+                ) from error
+
+
+def why_not_imported(error: Exception) -> str:
+    """What is wrong with a module, and in which file and line where that is known."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    return f"{type(error).__name__}: {error}"

@@ -90,7 +90,8 @@ def _import(name: str, path: Path) -> ModuleType:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     except Exception as error:  # whatever a user's file does
-        raise UserError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+        reason = configuration.why_not_imported(error)
+        raise UserError(f"cannot import {path}: {reason}") from error
 
 
 def _summary(path: Path) -> str:

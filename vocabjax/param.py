@@ -102,7 +102,7 @@ class Scope(NamedTuple):
             rows if axis == "vocab" and rows is not None else size
             for axis, size in zip(axes, shape, strict=True)
         )
-        return nnx.Param(value, axes=axes, role=role, logical=logical)
+        return nnx.Param(value, axes=axes, role=role, logical=logical, path=path)
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,11 +137,12 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
     """Every parameter of a module by path, abstract or not.
 
     Raises:
-      UserError: one Param reachable by two paths. `jax.grad` would silently turn it into two; a tied head receives the
+      UserError: a parameter stored under another name than it was declared; one Param reachable by two paths. `jax.grad` would silently turn it into two; a tied head receives the
         table as a call argument instead of storing it.
     """
     seen: dict[int, str] = {}
     infos: dict[str, ParamInfo] = {}
+    declared: dict[str, str] = {}
     leaves = jax.tree_util.tree_flatten_with_path(
         module, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )[0]
@@ -157,6 +158,7 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
         seen[id(leaf)] = path
         value = leaf.get_value()
         metadata = leaf.get_metadata()
+        declared[path] = metadata["path"]
         infos[path] = ParamInfo(
             path,
             tuple(value.shape),
@@ -166,6 +168,13 @@ def param_infos(module: nnx.Module) -> dict[str, ParamInfo]:
             metadata["logical"],
             metadata.get("centred", False),
         )
+    for path, name in declared.items():
+        # The module may be a part of what was built, or the other way round.
+        if not (f"/{name}".endswith(f"/{path}") or f"/{path}".endswith(f"/{name}")):
+            raise UserError(
+                f"a parameter was declared as {name!r}, but is stored as {path!r}: give both one name, which decides its "
+                "initial values and where checkpoints keep it"
+            )
     return infos
 
 

@@ -31,7 +31,7 @@ from vocabjax import (
     make_mesh,
 )
 from vocabjax.mesh import Layout
-from vocabjax.param import Scope
+from vocabjax.param import Scope, param_infos, zeros
 from vocabjax.vocab.inputs.full import FullInput
 from vocabjax.vocab.interfaces import Context
 from vocabjax.vocab.loss import reference_cross_entropy
@@ -545,3 +545,32 @@ def test_hlo_text_is_read():
         ("all-reduce", (3,)),
         ("all-reduce", ()),
     ]
+
+
+class Misnamed(nnx.Module):
+    def __init__(self, scope: Scope) -> None:
+        self.gains = scope.param("gain", (V, 1), ("vocab", None), "memory", zeros)
+
+
+def test_a_parameter_is_stored_under_the_name_it_was_declared_with() -> None:
+    """Two that are declared under one name would start from the same values."""
+    with pytest.raises(UserError, match=r"declared as 'part/gain', but is stored as 'gains'"):
+        param_infos(Misnamed(Scope(jax.random.key(0), Layout.make(), "part")))
+
+
+class Misreading(FullInput):
+    def reads(self, tokens: Tokens) -> dict[str, jax.Array]:
+        return {"tabel": tokens.ids_BT}
+
+
+def test_a_part_reads_the_tables_it_has() -> None:
+    vocab = build()
+    vocab.input = Misreading(
+        FullTable(),
+        Context(Scope(jax.random.key(0), vocab.layout), vocab.sizes, D, vocab.dtype),
+        tied=True,
+    )
+    with pytest.raises(
+        UserError, match=r"Misreading: tables\(\) names table, but reads\(\) names tabel"
+    ):
+        vocab.encode([[1, 2]])

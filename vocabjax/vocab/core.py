@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.param import Scope, param_infos
+from vocabjax.vocab.composed import ComposedInput
 from vocabjax.vocab.heads.linear import TiedHead
 from vocabjax.vocab.inputs.full import FullTable
 from vocabjax.vocab.interfaces import (
@@ -144,7 +145,8 @@ class Vocab(nnx.Module):
         self.input = config.input.build(context("input"), tied=self.tied)
         self.modifiers = Modifiers(config.input, context("modifiers"))
         lent = jax.eval_shape(self.input.shared)  # shapes: what is composed is not composed here
-        require_pair(config.input, config.head, lent, config.width)
+        composed = isinstance(self.input, ComposedInput)
+        require_pair(config.input, config.head, lent, config.width, composed=composed)
         require_objective(config.head, config.objective, config.input, lent)
         self.head = config.head.build(context("head"), config.objective, self.input)
         self.memories: nnx.List[Memory] = nnx.List([])

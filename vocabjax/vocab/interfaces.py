@@ -227,11 +227,18 @@ class Reader(Part):
 
         Args:
           leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
+
+        Raises:
+          UserError: it reads other tables than it has.
         """
         reads = self.reads
         for _ in range(leading):
             reads = jax.vmap(reads)
-        tables = self.tables()
+        tables, wanted = self.tables(), reads(tokens)
+        if tables.keys() != wanted.keys():
+            raise UserError(
+                f"{type(self).__name__}: tables() names {', '.join(tables)}, but reads() names {', '.join(wanted)}"
+            )
         return {
             name: lookup(
                 layout,
@@ -241,7 +248,7 @@ class Reader(Part):
                 dtype=dtype,
                 leading=leading,
             )
-            for name, ids in reads(tokens).items()
+            for name, ids in wanted.items()
         }
 
 
@@ -344,10 +351,8 @@ class InputConfig(PartConfig):
       norm: applied after the scale.
       gradient: multiplies the gradient that reaches the row from the trunk, not its value.
       dropout: probability that an id's row is 0 throughout a training step; the others are divided by the rest.
-      composed: whether its rows are made of other tables' rows, and stored nowhere.
     """
 
-    composed: ClassVar[bool] = False
     scale: Literal["none", "sqrt_width"] | float = "none"
     norm: Literal["none", "layernorm", "rmsnorm"] = "none"
     gradient: float = 1.0

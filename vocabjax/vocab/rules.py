@@ -9,13 +9,19 @@ from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Objective
 
 
 def require_pair(
-    input: InputConfig, head: HeadConfig, lent: Mapping[str, jax.ShapeDtypeStruct], width: int
+    input: InputConfig,
+    head: HeadConfig,
+    lent: Mapping[str, jax.ShapeDtypeStruct],
+    width: int,
+    *,
+    composed: bool,
 ) -> None:
     """Refuses a head that cannot score against what its input lends.
 
     Args:
       lent: what the input lends, by name: shapes alone.
       width: D.
+      composed: whether the input's rows are made of other tables' rows, and stored nowhere.
 
     Raises:
       UserError: names both parts, what is missing, and what to use instead.
@@ -33,7 +39,7 @@ def require_pair(
             f"{pair}: the head scores hidden states of width {width}, but the input's rows have width "
             f"{lent['table'].shape[-1]}; use a head that projects them (factorized_tied, albert), or an untied head"
         )
-    if input.composed and head.tied and getattr(head, "centre", False):
+    if composed and head.tied and getattr(head, "centre", False):
         raise UserError(
             f"{pair}: centre moves the rows that are scored against, and here none are stored; use mean_penalty, or an input "
             "of kind 'full'"

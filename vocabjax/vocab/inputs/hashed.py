@@ -33,7 +33,6 @@ class HashTable(InputConfig):
     """
 
     kind: ClassVar[str] = "hash"
-    composed: ClassVar[bool] = True
     buckets: int = 1024
     hashes: int = 2
     seed: int = 0
@@ -84,7 +83,6 @@ class CompositionalTable(InputConfig):
     """
 
     kind: ClassVar[str] = "compositional"
-    composed: ClassVar[bool] = True
     remainders: int | None = None
 
     def check(self) -> None:

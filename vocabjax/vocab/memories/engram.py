@@ -116,7 +116,7 @@ class EngramMemory(Memory):
         if config.compress:
             ids_V = _compressed(context.lexicon.spelling(size, "engram, unless compress=False,"))
         self.compressed = Constant(ids_V)
-        self.nothing = int(ids_V.max()) + 1  # stands before the document
+        self.nothing = int(np.max(ids_V)) + 1  # stands before the document
         self.multipliers = tuple(
             _multipliers(f"{config.seed}/{layer}", config.order, self.nothing) for layer in layers
         )
