@@ -449,6 +449,10 @@ def test_bad_words_are_answered_in_one_line(
             "--devices 1 --data.length 16 --vocab.objective.future 16",
             "future = 16 must be below data.length = 16",
         ),
+        (
+            f"--devices 1 --head mos --vocab.head.components {2**31}",
+            f"vocab/head/latent would have the shape (16, {2**31}, 16): each size must be below",
+        ),
         ("--devices 1 --trunk.heads 3", "trunk.heads = 3 must be a multiple of"),
         ("--devices 1 --vocab.size 10", "vocab.size = 10 is smaller than the tokenizer"),
         ("--devices 1 --train.batch 4096", "fewer than one batch of 4096"),
@@ -610,6 +614,7 @@ def test_debug_shows_the_traceback() -> None:
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 2, "error: metrics.jsonl: No space"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1, "error: out of memory: lower --train.batch"),
+        (jax.errors.JaxRuntimeError("INTERNAL: Error dispatching: Out of memory allocating 9 bytes"), 1, "error: out of memory"),
         (MemoryError(), 1, "error: out of memory"),
         (UserError("two\n lines"), 2, "error: two lines"),
     ],

@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"error: {_one_line(error)}", 2)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if debug or not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+        # An accelerator's code for it; a CPU's runtime says it inside an internal error.
+        said = any(code in str(error) for code in ("RESOURCE_EXHAUSTED", "Out of memory"))
+        if debug or not (isinstance(error, MemoryError) or said):
             raise
         return _fail(
             "error: out of memory: lower --train.batch, raise --train.accumulate, or shard over more devices (--mesh)",

@@ -90,11 +90,13 @@ class Scope(NamedTuple):
           rows: logical size of the `"vocab"` dimension, which may be padded for its shards; rows from here on are zero.
 
         Raises:
-          UserError: the name is `value`.
+          UserError: the name is `value`; or more rows, or wider ones, than an int32 can count.
         """
         if name == "value":
             raise UserError("a parameter cannot be called 'value': paths drop that name")
         path = (self / name).path
+        if max(shape) >= 2**31:
+            raise UserError(f"{path} would have the shape {shape}: each size must be below 2^31")
         seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
         draw = _draw(init, shape, axes[0] == "layers", rows, self.layout.sharding(*axes))
         value = draw(jax.random.fold_in(self.key, seed))
