@@ -1,5 +1,7 @@
 """Row lookup and its gradient against NumPy indexing, on every mesh (field reports 1, 24)."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,3 +190,35 @@ def test_microbatches_share_one_reduction_and_no_table_is_gathered(name):
     assert reductions.count(shard) <= 1
     assert not [shape for _, shape in collectives(text) if 520 in shape]
     assert not [shape for shape in buffers(text) if 520 in shape]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data=2,model=4 explicit", "data=8 auto", "data=2,seq=2,model=2 auto", "a=2,b=2,c=2 explicit"],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_backward_moves_what_is_fewer_bytes(name, dtype):
+    """A table of many rows: token gradients are gathered, in their dtype, and no row is reduced; of few rows: the reverse."""
+    layout = layout_of(name)
+    rng = np.random.default_rng(5)
+    ids_BT = rng.integers(-1, 8, (B, T)).astype(np.int32)
+    cotangent_BTD = rng.integers(-4, 5, (B, T, D)).astype(dtype)
+    for rows in (8, 4096):
+        shard = (rows // layout.shards("vocab"), D)
+
+        @jax.jit
+        def gradient(table, ids, cotangent, rows=rows):
+            back = jax.vjp(lambda t: lookup(layout, t, ids, logical=rows, dtype=dtype), table)[1]
+            return back(cotangent)[0]
+
+        arguments = (
+            put(layout, np.ones((rows, D), np.float32), "vocab", None),
+            put(layout, ids_BT, "batch", "seq"),
+            put(layout, cotangent_BTD, "batch", "seq", None),
+        )
+        sent = collectives(compiled_text(gradient, *arguments))
+        assert [shape for kind, shape in sent if kind == "all-reduce"].count(shard) == (rows == 8)
+        moved = [math.prod(shape) for kind, shape in sent if kind == "all-gather" and D in shape]
+        assert sum(moved) <= 2 * B * T * D
+        expected = scatter_add((rows, D), ids_BT, cotangent_BTD.astype(np.float32))
+        np.testing.assert_array_equal(gradient(*arguments), expected)

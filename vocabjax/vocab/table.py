@@ -2,8 +2,9 @@
 
     rows[i] = table[ids[i]]     ids outside [0, logical) give a zero row
 
-The backward scatters in float32 into each device's own rows and reduces over the token axes once. No device ever holds
-another's rows.
+The backward adds in float32 into each device's own rows. Over the axes that shard tokens alone it moves, once, whichever is
+fewer bytes: the tokens' gradients (gathered, then added by every device) or the rows' (added, then reduced). No device ever
+holds another's rows.
 """
 
 import functools
@@ -117,13 +118,21 @@ def _lookup_bwd(
 
     def local(table_RD: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         ids, cotangent = axes.gather(ids), axes.gather(cotangent)
-        rows = table_RD.shape[0]
+        rows, width = table_RD.shape
+        ids, cotangent = ids.reshape(-1), cotangent.reshape(-1, width)
+        is_few = _moves_tokens(lax.axis_size(axes.only_tokens), ids.size, rows, cotangent)
+        if is_few:
+            ids, cotangent = (
+                lax.all_gather(x, axes.only_tokens, tiled=True) for x in (ids, cotangent)
+            )
         index, is_here = _local_index(axes, rows, static.logical, ids)
         index = jnp.where(is_here, index, rows)  # out of range: dropped
         # float32 whatever the compute dtype: in bf16 a row that occurs 4,096 times would stop growing at 256.
         gradient_RD = jnp.zeros(table_RD.shape, jnp.float32)
         gradient_RD = gradient_RD.at[index].add(cotangent.astype(jnp.float32), mode="drop")
-        return lax.psum(gradient_RD, axes.only_tokens).astype(table_RD.dtype)
+        if not is_few:
+            gradient_RD = lax.psum(gradient_RD, axes.only_tokens)
+        return gradient_RD.astype(table_RD.dtype)
 
     gradient_RD = jax.shard_map(
         local,
@@ -136,6 +145,14 @@ def _lookup_bwd(
 
 
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+def _moves_tokens(shards: int, tokens: int, rows: int, cotangent: jax.Array) -> bool:
+    """Whether a device sends fewer bytes for its tokens' gradients, gathered, than for its rows', reduced in a ring."""
+    width = cotangent.shape[-1]
+    gathered = (shards - 1) * tokens * (width * cotangent.dtype.itemsize + 4)
+    reduced = 2 * (shards - 1) / shards * rows * width * 4
+    return gathered < reduced
 
 
 def _local_index(
