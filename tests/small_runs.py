@@ -18,7 +18,7 @@ from vocabjax.data import DataConfig
 from vocabjax.mesh import Layout
 from vocabjax.optim import OptimConfig
 from vocabjax.paths import path_of
-from vocabjax.step import abstract_state
+from vocabjax.state import abstract_state
 from vocabjax.train import Setup, train
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
@@ -63,7 +63,7 @@ def trained(config: Config, directory: Path, layout: Layout) -> tuple[dict[str, 
 
 def restore(setup: Setup, directory: Path) -> Any:
     return Checkpoints(directory / "checkpoints").restore(
-        abstract_state(setup.blueprint, setup.optimizer),
+        abstract_state(setup.blueprint, setup.optimizer, setup.sparse.catch_up),
         None,
         logical=setup.blueprint.logical_shapes(),
     )

@@ -27,7 +27,8 @@ from vocabjax.config import Config, from_json, kinds, to_json
 from vocabjax.errors import UserError
 from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.optim import OptimConfig, make_optimizer
-from vocabjax.step import Metrics, State, abstract_state, init_state, make_step, to_device
+from vocabjax.state import State, abstract_state, init_state
+from vocabjax.step import Metrics, make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.interfaces import HeadConfig, InputConfig, Loss, MemoryConfig, Objective, Tokens

@@ -28,7 +28,8 @@ from vocabjax.find import load_config
 from vocabjax.model import Blueprint, Params
 from vocabjax.optim import GroupConfig, OptimConfig, make_optimizer
 from vocabjax.paths import by_path
-from vocabjax.step import init_state, make_step, to_device
+from vocabjax.state import init_state
+from vocabjax.step import make_step, to_device
 from vocabjax.train import Interrupted, train
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig

@@ -19,7 +19,8 @@ from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.norms import rms_norm
 from vocabjax.optim import GroupConfig, OptimConfig, make_optimizer
 from vocabjax.param import normal
-from vocabjax.step import init_state, make_step, to_device
+from vocabjax.state import init_state
+from vocabjax.step import make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.heads.linear import UntiedHead

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from models import layout_on
-from small_runs import ONE, config_of, drop_speed, stop_after, trained
+from small_runs import ONE, config_of, drop_speed, restore, stop_after, trained
 
 from vocabjax import TiedHead, UntiedHead, UserError
 from vocabjax import load as loading
@@ -49,6 +49,30 @@ def test_a_run_stopped_by_sigterm_resumes_to_the_same_bits(
     assert summary["validation"] == expected["validation"]
     ours, theirs = (read_metrics(d / "metrics.jsonl") for d in (tmp_path / "run", directory))
     assert drop_speed(ours) == drop_speed(theirs)
+
+
+def test_sparse_rows_resume_to_the_same_bits_and_are_read_as_dense_training_has_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped between two evaluations, while some rows are behind."""
+    dense = config_of(corpus)
+    sparse = replace(dense, optim=replace(dense.optim, embed=GroupConfig(sparse="catch_up")))
+    layout = layout_on(ONE)
+    for name, config in (("dense", dense), ("sparse", sparse)):
+        with monkeypatch.context() as patch:
+            stop_after(5, patch)
+            with pytest.raises(training.Interrupted):
+                train(config, tmp_path / name, layout, quiet=True)
+    stopped, behind = (
+        load_run(Run(tmp_path / name), layout, "latest") for name in ("dense", "sparse")
+    )
+    state = restore(Setup.of(sparse, layout), tmp_path / "sparse")
+    assert np.unique(state.current["vocab/input/table"]).tolist() == [3, 4, 5]
+    chex.assert_trees_all_close(behind.params, stopped.params, atol=1e-5)
+
+    _, resumed = trained(sparse, tmp_path / "sparse", layout)
+    _, whole = trained(sparse, tmp_path / "whole", layout)
+    chex.assert_trees_all_equal(resumed, whole)
 
 
 def test_one_compilation_per_step_function_over_a_run_and_its_resumption(

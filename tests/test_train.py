@@ -22,7 +22,8 @@ from vocabjax.log import read_metrics
 from vocabjax.optim import GroupConfig, OptimConfig
 from vocabjax.paths import path_of
 from vocabjax.runs import Run
-from vocabjax.step import init_state, make_step, to_device, tokens_of
+from vocabjax.state import init_state
+from vocabjax.step import make_step, to_device, tokens_of
 from vocabjax.train import Setup, train
 
 

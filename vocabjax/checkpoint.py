@@ -310,6 +310,8 @@ def _ranked(losses: Mapping[int, float]) -> list[int]:
 def _logical_shape(name: str, stored: tuple[int, ...], logical: Shapes) -> tuple[int, ...]:
     """The shape of this leaf without padding; its stored one if no parameter's rank and path fit."""
     parts = name.split("/")
+    if parts[0] == "current":  # `State.current`: one number for each row of a table
+        return tuple(logical["/".join(parts[1:])])[:1]
     suffixes = ("/".join(parts[start:]) for start in range(len(parts)))
     shape = next((tuple(logical[suffix]) for suffix in suffixes if suffix in logical), stored)
     return shape if len(shape) == len(stored) else stored  # such as the factored moments of a table

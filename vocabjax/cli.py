@@ -30,6 +30,7 @@ from vocabjax.optim import make_optimizer
 from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.runs import Run
+from vocabjax.sparse import Sparse
 from vocabjax.step import trace
 from vocabjax.train import Interrupted, Setup, check_fit, train
 from vocabjax.vocab.lexicon import Lexicon
@@ -147,13 +148,15 @@ def _dry_run(config: Config, layout: Layout) -> None:
             setup = Setup.of(config, layout)
             setup.batches()  # may find the text too short
             config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
+            sparse = setup.sparse
             note = "V was read from the prepared data"
         else:
             blueprint = Blueprint(config.vocab, config.trunk, layout, Lexicon.stand_in())
             optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
+            sparse = Sparse(config.optim, blueprint, config.train.steps)
         flops = blueprint.train_flops(config.data.length)
         parts, batch = config.train.accumulate, config.train.batch
-        trace(blueprint, optimizer, (parts, batch // parts, config.data.length))
+        trace(blueprint, optimizer, sparse, (parts, batch // parts, config.data.length))
         print(describe.section("config", describe.config_text(config)))
         print(describe.section("mesh", describe.mesh_text(layout)))
         print(

@@ -16,7 +16,7 @@ from vocabjax.evaluate import Decile
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig, assign, report
-from vocabjax.step import abstract_state
+from vocabjax.state import abstract_state
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -123,10 +123,13 @@ def group_text(optim: OptimConfig, blueprint: Blueprint) -> str:
             row.parameters,
             row.peak_lr,
             row.weight_decay,
+            row.sparse,
         )
         for row in report(optim, blueprint.infos.values())
     ]
-    return table(("group", "optimizer", "arrays", "stored numbers", "peak lr", "decay"), rows)
+    return table(
+        ("group", "optimizer", "arrays", "stored numbers", "peak lr", "decay", "sparse"), rows
+    )
 
 
 def evaluation_text(evaluation: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """A trained model, out of its run directory."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,9 +12,12 @@ from vocabjax.data import Dataset, prepare
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
+from vocabjax.optim import make_optimizer
 from vocabjax.param import Role
 from vocabjax.paths import by_path
 from vocabjax.runs import Run
+from vocabjax.sparse import Sparse
+from vocabjax.state import abstract_state
 
 Step = int | Literal["best", "latest"]
 
@@ -59,13 +63,16 @@ def load_run(
     step = saved_step(run, step)
     with jax.set_mesh(layout.mesh):
         blueprint = Blueprint(vocab, config.trunk, layout, run.lexicon())
-        params: Params = Checkpoints(run.checkpoints).restore(
-            blueprint.abstract(),
-            None,
-            logical=blueprint.logical_shapes(),
-            step=step,
-            part="params/",
+        sparse = Sparse(config.optim, blueprint, config.train.steps)
+        restore = functools.partial(
+            Checkpoints(run.checkpoints).restore, logical=blueprint.logical_shapes(), step=step
         )
+        if sparse.catch_up:  # a run that was told to stop has left rows behind
+            optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
+            state = restore(abstract_state(blueprint, optimizer, sparse.catch_up), None)
+            params = sparse.flush(state).params
+        else:
+            params = restore(blueprint.abstract(), None, part="params/")
     return Loaded(run, blueprint, params, step)
 
 

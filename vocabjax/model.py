@@ -93,6 +93,7 @@ class Blueprint:
       infos: by path, what each parameter is.
       constants: by path, what parts were told of the ids: which rows are whose, where that is not the id itself.
       sizes: of the vocabulary.
+      config: of the vocabulary.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Blueprint:
         layout: Layout,
         lexicon: Lexicon | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.config = layout, vocab
         self._build = lambda key: LanguageModel(vocab, trunk, Scope(key, layout), lexicon)
         # The key too is made abstractly: the mesh may be of devices that are not here.
         abstract = jax.eval_shape(lambda: self._build(jax.random.key(0)))

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
@@ -28,6 +29,7 @@ from vocabjax.param import ParamInfo, Role
 from vocabjax.paths import by_path, path_of
 
 Optimizer = Literal["adamw", "sgd", "adagrad"]
+Sparse = Literal["off", "lazy", "catch_up"]
 Schedule = Literal["cosine", "wsd", "constant"]
 
 ROLES = get_args(Role)
@@ -44,6 +46,9 @@ class GroupConfig:
       b1: adamw's first moment; None: optim.b1.
       b2: adamw's second moment; None: optim.b2.
       frozen: never updated.
+      sparse: for tables that are only looked up: update the rows that a step reads and no others. "catch_up" first gives
+        a row what dense updates would have done to it since it was last read; "lazy" leaves that out, moments
+        and all (torch's SparseAdam), and so has no weight decay.
     """
 
     lr: float = 1.0
@@ -52,6 +57,7 @@ class GroupConfig:
     b1: float | None = None
     b2: float | None = None
     frozen: bool = False
+    sparse: Sparse = "off"
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,23 @@ class GroupRow:
     paths: tuple[str, ...]
     peak_lr: float
     weight_decay: float
+    sparse: Sparse = "off"
+
+
+class GroupRule(NamedTuple):
+    """A group's settings with the defaults filled in, and its learning rate at each update of the run.
+
+    Attributes:
+      rates: float32 [steps]: schedule · group.lr.
+    """
+
+    sparse: Sparse
+    optimizer: Optimizer
+    weight_decay: float
+    b1: float
+    b2: float
+    eps: float
+    rates: np.ndarray
 
 
 class ClipState(NamedTuple):
@@ -222,6 +245,7 @@ def check(config: OptimConfig, steps: int) -> None:
                 f"{nearest(group.optimizer, get_args(Optimizer))}"
             )
         require(0 <= group.lr < math.inf, f"{where}lr", group.lr, "finite and at least 0")
+        _check_sparse(config, where, group)
         for field in ("b1", "b2", "weight_decay"):
             own = getattr(group, field)
             location, value = (
@@ -237,6 +261,27 @@ def check(config: OptimConfig, steps: int) -> None:
                 value,
                 f"unset for {group.optimizer}",
             )
+
+
+def _check_sparse(config: OptimConfig, where: str, group: GroupConfig) -> None:
+    if group.sparse not in get_args(Sparse):
+        raise UserError(
+            f"optim.{where}sparse is {group.sparse!r}{nearest(group.sparse, get_args(Sparse))}"
+        )
+    if group.sparse == "off":
+        return
+    if group.frozen:
+        raise UserError(f"optim.{where}sparse is set, but the group is frozen; unset one of them")
+    decay = _weight_decay(config, group)
+    if group.sparse == "lazy" and decay:
+        raise UserError(
+            f"optim.{where}sparse is lazy, but rows that are not read would miss their weight decay of {decay}: set "
+            f"optim.{where}weight_decay to 0, or sparse to catch_up"
+        )
+    if decay * config.lr * group.lr >= 1:
+        raise UserError(
+            f"optim.{where}sparse: a decay of {decay} at a rate of {config.lr * group.lr} leaves nothing of a row; lower one"
+        )
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -337,6 +382,30 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any) -> Any
     return jax.tree.map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
+def sparse_rules(
+    config: OptimConfig, infos: Iterable[ParamInfo], steps: int
+) -> dict[str, GroupRule]:
+    """By path, the rules of the parameters whose group is sparse. Call it outside jit."""
+    groups = _groups(config)
+    if all(group.sparse == "off" for group in groups.values()):
+        return {}
+    learning_rate, labels = schedule(config, steps), assign(config, infos)
+    found = {path: groups[name] for path, name in labels.items() if groups[name].sparse != "off"}
+    rates = np.asarray(jax.vmap(learning_rate)(np.arange(steps)), np.float32)
+    return {
+        path: GroupRule(
+            group.sparse,
+            group.optimizer,
+            _weight_decay(config, group),
+            config.b1 if group.b1 is None else group.b1,
+            config.b2 if group.b2 is None else group.b2,
+            config.eps,
+            rates * np.float32(group.lr),
+        )
+        for path, group in found.items()
+    }
+
+
 def report(config: OptimConfig, infos: Iterable[ParamInfo]) -> list[GroupRow]:
     """The groups that hold parameters, default ones first; each path, a tied table's too, once."""
     infos = tuple(infos)
@@ -354,6 +423,7 @@ def report(config: OptimConfig, infos: Iterable[ParamInfo]) -> list[GroupRow]:
                     paths=paths,
                     peak_lr=0.0 if group.frozen else config.lr * group.lr,
                     weight_decay=0.0 if group.frozen else _weight_decay(config, group),
+                    sparse=group.sparse,
                 )
             )
     return rows

@@ -11,25 +11,13 @@ from jax import lax
 from vocabjax.data import Batch
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, Params
-from vocabjax.optim import gradient_norm, state_shardings
+from vocabjax.optim import gradient_norm
 from vocabjax.paths import path_of
-from vocabjax.vocab.interfaces import Loss, Tokens
+from vocabjax.sparse import Sparse
+from vocabjax.state import State, abstract_state
+from vocabjax.vocab.interfaces import Loss, Reads, Tokens
 
 Arrays = dict[str, jax.Array]  # a batch: ids, targets, segment, position
-
-
-class State(NamedTuple):
-    """All that training changes.
-
-    Attributes:
-      step: int32 scalar, steps done.
-      params: nested dict of float32 arrays.
-      optimizer: the Optax state.
-    """
-
-    step: jax.Array
-    params: Params
-    optimizer: Any
 
 
 class Metrics(NamedTuple):
@@ -60,36 +48,18 @@ def to_device(layout: Layout, host: Batch, *axes: str | None) -> Arrays:
     return {name: layout.from_host(array, *axes) for name, array in host.items()}
 
 
-def init_state(optimizer: optax.GradientTransformation, params: Params) -> State:
-    """Step 0; the moments are born as their parameters lie."""
-    return State(
-        jnp.zeros((), jnp.int32),
-        params,
-        jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))(params),
-    )
-
-
-def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> Any:
-    """A `State` of shapes, dtypes and shardings, without allocating it."""
-    params = blueprint.abstract()
-    replicated = blueprint.layout.sharding()
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    moments = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(optimizer.init, params),
-        state_shardings(optimizer, params),
-    )
-    return State(step, params, moments)  # type: ignore[arg-type]  # stands for arrays
-
-
 def trace(
-    blueprint: Blueprint, optimizer: optax.GradientTransformation, shape: tuple[int, int, int]
+    blueprint: Blueprint,
+    optimizer: optax.GradientTransformation,
+    sparse: Sparse,
+    shape: tuple[int, int, int],
 ) -> None:
     """Traces the step on batches [A, B/A, T] without allocating or compiling: what cannot work raises here."""
     sharding = blueprint.layout.sharding(None, "batch", "seq")
     array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     batch = dict.fromkeys(("ids", "targets", "segment", "position"), array)
-    jax.eval_shape(make_step(blueprint, optimizer), abstract_state(blueprint, optimizer), batch)
+    state = abstract_state(blueprint, optimizer, sparse.catch_up)
+    jax.eval_shape(make_step(blueprint, optimizer, sparse=sparse), state, batch)
 
 
 def _centred(blueprint: Blueprint, params: Params) -> Params:
@@ -107,7 +77,10 @@ def _centred(blueprint: Blueprint, params: Params) -> Params:
 
 
 def make_step(
-    blueprint: Blueprint, optimizer: optax.GradientTransformation, seed: int = 0
+    blueprint: Blueprint,
+    optimizer: optax.GradientTransformation,
+    seed: int = 0,
+    sparse: Sparse | None = None,
 ) -> Callable[[State, Arrays], tuple[State, Metrics]]:
     """The jitted step; it consumes the state it is given.
 
@@ -116,14 +89,25 @@ def make_step(
 
     Args:
       seed: of what is dropped; with the number of the step it decides that, so a resumed run drops the same.
+      sparse: the tables that are updated by the rows a batch reads; None: none.
     """
 
     def step(state: State, batch: Arrays) -> tuple[State, Metrics]:
+        if sparse is None or not sparse.tables:
+            return update(state, batch, {})
+        reads = blueprint.bind(state.params).vocab.wanted(tokens_of(batch), leading=1)
+        view, plans = sparse.fetch(state, reads)
+        slots = {path: plan.slots for path, plan in plans.items()}
+        view, metrics = update(view, batch, slots)
+        return sparse.commit(state, view, plans), metrics
+
+    def update(state: State, batch: Arrays, slots: Reads) -> tuple[State, Metrics]:
+        """One step of dense tables, or of views of sparse ones: there, `slots` says which rows are read."""
         # The implementation is stated: others draw differently under vmap, or when sharded.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
 
         def gather(params: Params) -> Any:
-            return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1)
+            return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1, slots=slots)
 
         # One lookup for all microbatches, and one scatter of its gradient: no table is read inside the loop.
         rows, scatter = jax.vjp(gather, state.params)
@@ -165,6 +149,6 @@ def make_step(
             gradient_norm(moments),
             loss.invalid,
         )
-        return State(state.step + 1, params, moments), metrics
+        return State(state.step + 1, params, moments, state.current), metrics
 
     return jax.jit(step, donate_argnums=0)

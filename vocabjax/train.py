@@ -26,7 +26,9 @@ from vocabjax.optim import make_optimizer
 from vocabjax.plot import plot_run
 from vocabjax.processes import require_same, together
 from vocabjax.runs import Origin, Run, summary_dict
-from vocabjax.step import Metrics, State, abstract_state, init_state, make_step, to_device
+from vocabjax.sparse import Sparse
+from vocabjax.state import State, abstract_state, init_state
+from vocabjax.step import Metrics, make_step, to_device
 
 
 class Interrupted(Exception):
@@ -75,6 +77,7 @@ class Setup:
     layout: Layout
     blueprint: Blueprint
     optimizer: optax.GradientTransformation
+    sparse: Sparse
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,7 +96,8 @@ class Setup:
         config = config.with_size(dataset.size).with_separator(dataset.train.prefix_end)
         blueprint = Blueprint(config.vocab, config.trunk, layout, dataset.lexicon)
         optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
-        return Setup(config, dataset, layout, blueprint, optimizer)
+        sparse = Sparse(config.optim, blueprint, config.train.steps)
+        return Setup(config, dataset, layout, blueprint, optimizer, sparse)
 
     def batches(self) -> Any:
         """This process's training batches, from the first. Raises UserError when the text is too short for one."""
@@ -283,9 +287,9 @@ def _state(
     """The state saved at `step`, and the batches are moved to where they were; None: step 0, of `params` or fresh ones."""
     if step is None:
         fresh = setup.blueprint.init(setup.config.train.seed) if params is None else params
-        return init_state(setup.optimizer, fresh)
+        return init_state(setup.optimizer, fresh, setup.sparse.catch_up)
     state: State = checkpoints.restore(
-        abstract_state(setup.blueprint, setup.optimizer),
+        abstract_state(setup.blueprint, setup.optimizer, setup.sparse.catch_up),
         batches,
         logical=setup.blueprint.logical_shapes(),
         step=step,
@@ -306,7 +310,9 @@ class _Trainer:
         self.setup, self.run, self.checkpoints, self.log = setup, run, checkpoints, log
         self.batches, self.state = batches, state
         self.resumed_at = int(state.step)
-        self.step_fn = make_step(setup.blueprint, setup.optimizer, setup.config.train.seed)
+        self.step_fn = make_step(
+            setup.blueprint, setup.optimizer, setup.config.train.seed, setup.sparse
+        )
         self.evaluator = Evaluator(setup.blueprint, setup.dataset.counts_V)
         self.pending: tuple[int, Metrics, Batch] | None = None
         self.settled = self.resumed_at
@@ -333,10 +339,12 @@ class _Trainer:
                 stopped = self._stopped(stop, step)
                 evaluation = None
                 if is_last or step % settings.eval_every == 0:
-                    self._settle(flush=True)
+                    self._pause()
                     evaluation = self._evaluate(step)
-                if is_last or stopped or step % settings.checkpoint_every == 0:
-                    self._settle(flush=True)
+                is_due = is_last or step % settings.checkpoint_every == 0
+                if is_due or stopped:
+                    # A stop that is not due leaves rows as they are: the resumed run then goes on to the same bits.
+                    self._pause(catch_up=is_due)
                     self._save(step, evaluation)
                 if stopped and not is_last:
                     self.checkpoints.wait()
@@ -377,6 +385,12 @@ class _Trainer:
                     "gradient_norm": mean["gradient_norm"],
                 },
             )
+
+    def _pause(self, catch_up: bool = True) -> None:
+        """Reads all metrics and, for those who look at the parameters, brings every row of sparse tables up to date."""
+        self._settle(flush=True)
+        if catch_up:
+            self.state = self.setup.sparse.flush(self.state)
 
     def _raise_invalid(self, step: int, host: Batch) -> None:
         where = f"training batch of step {step}"

@@ -16,7 +16,8 @@ from vocabjax.config import kinds
 from vocabjax.errors import UserError
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig, make_optimizer
-from vocabjax.step import init_state, make_step, to_device, tokens_of
+from vocabjax.state import init_state
+from vocabjax.step import make_step, to_device, tokens_of
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import Vocab, VocabConfig
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead

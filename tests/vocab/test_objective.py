@@ -14,7 +14,8 @@ from models import layout_on, random_params
 from vocabjax.errors import UserError
 from vocabjax.model import Blueprint
 from vocabjax.optim import GroupConfig, OptimConfig, make_optimizer
-from vocabjax.step import init_state, make_step, to_device
+from vocabjax.state import init_state
+from vocabjax.step import make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.augmented import augmented_kl
 from vocabjax.vocab.core import Vocab, VocabConfig

@@ -32,6 +32,7 @@ from vocabjax.vocab.interfaces import (
     Objective,
     Part,
     Reader,
+    Reads,
     Rows,
     Tokens,
     TrunkShape,
@@ -188,14 +189,29 @@ class Vocab(nnx.Module):
         self._check_tokens("ids_BT", ids_BT.shape)
         return Tokens.of(ids_BT)
 
-    def gather(self, tokens: Tokens, leading: int = 0) -> dict[str, Rows]:
-        """Every row that the input and the memories read, by part: all table reads of a step, before any loop.
+    def wanted(self, tokens: Tokens, leading: int = 0) -> Reads:
+        """By path of a table, the int32 ids of the rows that these tokens read of it: functions of the tokens alone.
 
         Args:
           leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
         """
         return {
-            name: part.gather(self.layout, tokens, self.dtype, leading)
+            path: ids
+            for _, part in self._readers()
+            for path, ids in part.wanted(tokens, leading).items()
+        }
+
+    def gather(
+        self, tokens: Tokens, leading: int = 0, slots: Reads | None = None
+    ) -> dict[str, Rows]:
+        """Every row that the input and the memories read, by part: all table reads of a step, before any loop.
+
+        Args:
+          leading: as in `wanted`.
+          slots: for tables of which only the rows touched are there; see `Reader.gather`.
+        """
+        return {
+            name: part.gather(self.layout, tokens, self.dtype, leading, slots)
             for name, part in self._readers()
         }
 

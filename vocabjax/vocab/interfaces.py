@@ -222,11 +222,11 @@ class Reader(Part):
         """Which rows of which table: integers only, a function of the tokens [B, T] alone."""
         return {"table": tokens.ids_BT}
 
-    def gather(self, layout: Layout, tokens: Tokens, dtype: jnp.dtype, leading: int = 0) -> Rows:
-        """The rows that `reads` asks for, in `dtype`; zero rows for what a table does not hold.
+    def wanted(self, tokens: Tokens, leading: int = 0) -> Reads:
+        """What `reads` gives for tokens [..., B, T], by path of the table.
 
         Args:
-          leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
+          leading: how many axes (of microbatches) stand before [B, T].
 
         Raises:
           UserError: it reads other tables than it has.
@@ -239,17 +239,41 @@ class Reader(Part):
             raise UserError(
                 f"{type(self).__name__}: tables() names {', '.join(tables)}, but reads() names {', '.join(wanted)}"
             )
-        return {
-            name: lookup(
+        return {tables[name].get_metadata("path"): ids for name, ids in wanted.items()}
+
+    def gather(
+        self,
+        layout: Layout,
+        tokens: Tokens,
+        dtype: jnp.dtype,
+        leading: int = 0,
+        slots: Reads | None = None,
+    ) -> Rows:
+        """The rows that `reads` asks for, in `dtype`; zero rows for what a table does not hold.
+
+        Args:
+          leading: how many axes (of microbatches) stand before [B, T]; they are not sharded.
+          slots: by path, of the tables that hold a view of the rows touched instead of all of them (`touched.py`): where in
+            the view each read lies.
+
+        Raises:
+          UserError: it reads other tables than it has.
+        """
+        wanted, slots = self.wanted(tokens, leading), slots or {}
+        rows = {}
+        for name, table in self.tables().items():
+            path, table_RD = table.get_metadata("path"), table[...]
+            is_view = path in slots
+            rows[name] = lookup(
                 layout,
-                tables[name][...],
-                ids,
-                logical=tables[name].get_metadata("logical")[0],  # its own: a memory may know fewer
+                table_RD,
+                slots[path] if is_view else wanted[path],
+                # Its own: a memory may know fewer ids.
+                logical=len(table_RD) if is_view else table.get_metadata("logical")[0],
                 dtype=dtype,
                 leading=leading,
             )
-            for name, ids in wanted.items()
-        }
+        return rows
 
 
 class Input(Reader):
