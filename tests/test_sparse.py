@@ -196,7 +196,7 @@ def test_catching_up_trains_to_what_dense_training_does(name: str) -> None:
         np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
         np.testing.assert_allclose(ours.gradient_norm, theirs.gradient_norm, rtol=1e-4)
     assert dense_metrics[0].gradient_norm > 0.05  # the clip is at work
-    assert_close(state, dense_state, atol=2e-5)
+    assert_close(state, dense_state, atol=1e-4)
     assert all((np.asarray(leaf) == 8).all() for leaf in state.current.values())
 
 

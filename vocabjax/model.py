@@ -1,5 +1,6 @@
 """A language model: a vocabulary around a trunk."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,11 @@ from flax import nnx
 from vocabjax.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, SourceVocab
 from vocabjax.mesh import Layout
 from vocabjax.param import ParamInfo, Scope, param_infos, total_size
+from vocabjax.paths import by_path
 from vocabjax.trunk import Cache, Trunk, TrunkConfig
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.core import Vocab, VocabConfig
-from vocabjax.vocab.interfaces import Loss, Rows, Tokens, TrunkShape
+from vocabjax.vocab.interfaces import Loss, Rows, Shared, Tokens, TrunkShape
 from vocabjax.vocab.lexicon import Constant, Lexicon
 
 
@@ -67,6 +70,31 @@ class LanguageModel(nnx.Module):
         loss = self.vocab.loss(h_BTD, targets_BT, weights_BT, normalizer=normalizer, tokens=tokens)
         return loss._replace(invalid=loss.invalid + self.vocab.invalid_ids(tokens))
 
+    def accumulate(
+        self,
+        tokens: Tokens,
+        targets_BT: jax.Array,
+        into: Accumulator | None,
+        *,
+        rows: dict[str, Rows],
+        shared: Shared,
+        normalizer: jax.Array,
+    ) -> tuple[Loss, Accumulator | None]:
+        """The training loss of one microbatch of several.
+
+        Args:
+          into: gathers the gradient of the scored table (see `Head.accumulate`); None: it is the total's, like all others.
+          rows, shared: what `vocab.gather` gives for these tokens, and what the input lends.
+          normalizer: of the whole batch.
+        """
+        h_BTD, _ = self.hidden(tokens, rows=rows)
+        how: Any = {"normalizer": normalizer, "tokens": tokens}
+        if into is None:
+            loss = self.vocab.loss(h_BTD, targets_BT, shared=shared, **how)
+        else:
+            loss, into = self.vocab.accumulate(shared, h_BTD, targets_BT, into, **how)
+        return loss._replace(invalid=loss.invalid + self.vocab.invalid_ids(tokens)), into
+
     def nll(self, tokens: Tokens, targets_BT: jax.Array) -> jax.Array:
         """float32 [B, T]: −log p(target), 0 where the label is not valid."""
         return self.vocab.nll(self.hidden(tokens)[0], targets_BT)
@@ -118,6 +146,23 @@ class Blueprint:
         self._flops = (abstract.vocab.flops(), abstract.trunk.flops)
         self.graphdef, _ = nnx.split(abstract)
         self.has_penalty = jax.eval_shape(lambda model: model.vocab.penalty(), abstract) is not None
+
+    @functools.cached_property
+    def scored_and_read(self) -> str | None:
+        """The path of the table that the head scores against and the input looks rows up in, if they are one; else None."""
+        if not self.config.head.tied:
+            return None
+
+        def scored(params: Params) -> Any:
+            vocab = self.bind(params).vocab
+            return vocab.head.scored(vocab.input.shared())[0]
+
+        params = self.abstract()
+        traced = jax.make_jaxpr(scored)(params).jaxpr
+        # The very array, not something made of it.
+        same = [var is out for out in traced.outvars[:1] for var in traced.invars]
+        paths = (path for path, is_same in zip(by_path(params), same, strict=False) if is_same)
+        return next(paths, None)
 
     def init(self, seed: int) -> Params:
         """Fresh parameters, each device drawing its own shards."""

@@ -15,7 +15,8 @@ from vocabjax.optim import gradient_norm
 from vocabjax.paths import path_of
 from vocabjax.sparse import Sparse
 from vocabjax.state import State, abstract_state
-from vocabjax.vocab.interfaces import Loss, Reads, Tokens
+from vocabjax.vocab.accumulator import Accumulator
+from vocabjax.vocab.interfaces import Loss, Reads, Shared, Tokens
 
 Arrays = dict[str, jax.Array]  # a batch: ids, targets, segment, position
 
@@ -105,45 +106,12 @@ def make_step(
         """One step of dense tables, or of views of sparse ones: there, `slots` says which rows are read."""
         # The implementation is stated: others draw differently under vmap, or when sharded.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
-
-        def gather(params: Params) -> Any:
-            return blueprint.bind(params).vocab.gather(tokens_of(batch), leading=1, slots=slots)
-
-        # One lookup for all microbatches, and one scatter of its gradient: no table is read inside the loop.
-        rows, scatter = jax.vjp(gather, state.params)
-        normalizer = blueprint.bind(state.params).vocab.weight(batch["targets"])
-
-        def loss_fn(params: Params, rows: Any, part: Arrays) -> tuple[jax.Array, Loss]:
-            tokens = tokens_of(part)._replace(key=key)
-            loss = blueprint.bind(params).loss(
-                tokens, part["targets"], rows=rows, normalizer=normalizer
-            )
-            return loss.total, loss
-
-        def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
-            gradients, sums = carry
-            batch_part, rows_part = part
-            (_, loss), (more, row_gradients) = jax.value_and_grad(
-                loss_fn, argnums=(0, 1), has_aux=True
-            )(state.params, rows_part, batch_part)
-            return jax.tree.map(jnp.add, (gradients, sums), (more, loss)), row_gradients
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        no_loss = Loss(*[jnp.zeros((), jnp.float32)] * len(Loss._fields))
-        (gradients, loss), row_gradients = lax.scan(accumulate, (zeros, no_loss), (batch, rows))
-        gradients = jax.tree.map(jnp.add, gradients, scatter(row_gradients)[0])
-        total = loss.total
-        if blueprint.has_penalty:
-            penalty, more = jax.value_and_grad(lambda p: blueprint.bind(p).vocab.penalty())(
-                state.params
-            )
-            total, gradients = total + penalty, jax.tree.map(jnp.add, gradients, more)
-
+        loss, gradients = _loss_and_gradients(blueprint, state.params, batch, slots, key)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = _centred(blueprint, optax.apply_updates(state.params, updates))
         weight = jnp.where(loss.weight == 0, 1, loss.weight)
         metrics = Metrics(
-            total,
+            loss.total,
             loss.nll / weight,
             loss.z / weight,
             gradient_norm(moments),
@@ -152,3 +120,87 @@ def make_step(
         return State(state.step + 1, params, moments, state.current), metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _loss_and_gradients(
+    blueprint: Blueprint, params: Params, batch: Arrays, slots: Reads, key: jax.Array
+) -> tuple[Loss, Params]:
+    """Of a batch in microbatches; penalties are in the total.
+
+    What concerns tables stands outside the loop over microbatches: rows are looked up, and what the input lends is made, once;
+    their gradients go back once. The scored table's gradient, the largest, adds up in place in the loop and, if rows of it
+    are read too, takes in theirs before its one reduction.
+    """
+    layout, vocab = blueprint.layout, blueprint.bind(params).vocab
+    tied = blueprint.scored_and_read
+    tokens = tokens_of(batch)
+
+    def gather(params: Params) -> Any:
+        held = _without_gradient(params, tied)
+        return blueprint.bind(held).vocab.gather(tokens, leading=1, slots=slots)
+
+    def lend(params: Params) -> Shared:
+        return blueprint.bind(params).vocab.input.shared()
+
+    def scored(params: Params, shared: Shared) -> Any:
+        return blueprint.bind(params).vocab.head.scored(shared)
+
+    rows, back_to_tables = jax.vjp(gather, params)
+    shared, back_to_lender = jax.vjp(lend, params)
+    (table, bias), back_to_scored = jax.vjp(scored, params, shared)
+    normalizer = vocab.weight(batch["targets"])
+
+    def loss_fn(
+        params: Params, shared: Shared, rows: Any, part: Arrays, into: Accumulator | None
+    ) -> tuple[jax.Array, tuple[Loss, Accumulator | None]]:
+        loss, into = blueprint.bind(params).accumulate(
+            tokens_of(part)._replace(key=key),
+            part["targets"],
+            into,
+            rows=rows,
+            shared=shared,
+            normalizer=normalizer,
+        )
+        return loss.total, (loss, into)
+
+    def accumulate(carry: Any, part: tuple[Arrays, Any]) -> tuple[Any, Any]:
+        sums, gradients, into = carry
+        differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1, 2), has_aux=True)
+        (_, (loss, into)), (of_params, of_shared, of_rows) = differentiate(
+            params, shared, part[1], part[0], into
+        )
+        new = (loss, (of_params, of_shared))
+        return (*jax.tree.map(jnp.add, (sums, gradients), new), into), of_rows
+
+    nothing = Loss(*[jnp.zeros((), jnp.float32)] * len(Loss._fields))
+    zeros = jax.tree.map(jnp.zeros_like, (params, shared))
+    into = None if table is None else Accumulator.zeros(layout, *table.shape)
+    (loss, gradients, into), of_rows = lax.scan(accumulate, (nothing, zeros, into), (batch, rows))
+
+    if blueprint.has_penalty:
+
+        def penalty(params: Params, shared: Shared) -> Any:
+            return blueprint.bind(params).vocab.penalty(shared)
+
+        more, of_penalty = jax.value_and_grad(penalty, argnums=(0, 1))(params, shared)
+        loss = loss._replace(total=loss.total + more)
+        gradients = jax.tree.map(jnp.add, gradients, of_penalty)
+    if into is not None:
+        if tied is not None:
+            part, name = vocab.place_of(tied)
+            ids = vocab.wanted(tokens, leading=1)[tied]
+            logical = blueprint.infos[tied].logical[0]
+            into = into.add_rows(layout, ids, of_rows[part][name], logical=logical, leading=1)
+        of_table, of_bias = into.total(layout)
+        of_scored = back_to_scored((of_table, None if bias is None else of_bias))
+        gradients = jax.tree.map(jnp.add, gradients, of_scored)
+    of_params, of_shared = gradients
+    for more in (back_to_tables(of_rows), back_to_lender(of_shared)):
+        of_params = jax.tree.map(jnp.add, of_params, more[0])
+    return loss, of_params
+
+
+def _without_gradient(params: Params, path: str | None) -> Params:
+    return jax.tree.map_with_path(
+        lambda key_path, x: lax.stop_gradient(x) if path_of(key_path) == path else x, params
+    )

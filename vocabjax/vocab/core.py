@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.param import Scope, param_infos
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.composed import ComposedInput
 from vocabjax.vocab.heads.linear import TiedHead
 from vocabjax.vocab.inputs.full import FullTable
@@ -34,6 +35,7 @@ from vocabjax.vocab.interfaces import (
     Reader,
     Reads,
     Rows,
+    Shared,
     Tokens,
     TrunkShape,
 )
@@ -201,6 +203,15 @@ class Vocab(nnx.Module):
             for path, ids in part.wanted(tokens, leading).items()
         }
 
+    def place_of(self, path: str) -> tuple[str, str]:
+        """Where the rows of a table that is read stand in what `gather` gives: the part, and the part's name for it."""
+        return next(
+            (part, name)
+            for part, reader in self._readers()
+            for name, table in reader.tables().items()
+            if table.get_metadata("path") == path
+        )
+
     def gather(
         self, tokens: Tokens, leading: int = 0, slots: Reads | None = None
     ) -> dict[str, Rows]:
@@ -241,6 +252,7 @@ class Vocab(nnx.Module):
         *,
         normalizer: jax.Array | None = None,
         tokens: Tokens | None = None,
+        shared: Shared | None = None,
     ) -> Loss:
         """The training loss; only `.total` is differentiable, in h and the parameters.
 
@@ -250,6 +262,7 @@ class Vocab(nnx.Module):
           weights_BT: per token; not differentiable.
           normalizer: what the total is divided by; None: the sum of the weights of this call.
           tokens: the tokens h_BTD came from, for heads that look at documents.
+          shared: what the input lends, when it was made beforehand.
 
         Raises:
           IdError: a host array of labels holds one that is neither predictable nor −100.
@@ -259,9 +272,25 @@ class Vocab(nnx.Module):
         if weights_BT is not None:
             weights_BT = jnp.asarray(weights_BT)
             chex.assert_shape(weights_BT, targets_BT.shape, custom_message="weights_BT")
-        return self.head.loss(
-            self.input.shared(), h_BTD, targets_BT, weights_BT, normalizer, tokens
-        )
+        shared = self.input.shared() if shared is None else shared
+        return self.head.loss(shared, h_BTD, targets_BT, weights_BT, normalizer, tokens)
+
+    def accumulate(
+        self,
+        shared: Shared,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        into: Accumulator,
+        *,
+        normalizer: jax.Array,
+        tokens: Tokens,
+    ) -> tuple[Loss, Accumulator]:
+        """`loss` for one microbatch of several; see `Head.accumulate`.
+
+        Args:
+          shared: what the input lends, made once for all microbatches.
+        """
+        return self.head.accumulate(shared, h_BTD, targets_BT, None, normalizer, tokens, into)
 
     def nll(self, h_BTD: jax.Array, targets_BT: Any) -> jax.Array:
         """float32 [B, T]: −log p(target) in nats, 0 where the label is not valid."""
@@ -277,9 +306,9 @@ class Vocab(nnx.Module):
         ids_BT = tokens.ids_BT
         return ((ids_BT < 0) | (ids_BT >= self.sizes.logical)).sum().astype(jnp.float32)
 
-    def penalty(self) -> jax.Array | None:
-        """The parts' penalties on parameters, added once per step; None when there are none."""
-        shared = self.input.shared()
+    def penalty(self, shared: Shared | None = None) -> jax.Array | None:
+        """The parts' penalties on parameters, added once per step; None when there are none. `shared`: as for `loss`."""
+        shared = self.input.shared() if shared is None else shared
         penalties = [p for p in (part.penalty(shared) for part in self._parts()) if p is not None]
         return sum(penalties[1:], penalties[0]) if penalties else None
 

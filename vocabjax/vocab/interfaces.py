@@ -20,6 +20,7 @@ from jax import lax
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.param import Role, Scope, matrix_flops, normal
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.lexicon import Lexicon
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import lookup
@@ -305,6 +306,27 @@ class Head(Part):
         tokens: Tokens | None,
     ) -> Loss:
         """The loss without [B, T, V]. `tokens` tells documents apart, for heads that look further ahead."""
+        raise NotImplementedError
+
+    def scored(self, shared: Shared) -> tuple[jax.Array | None, jax.Array | None]:
+        """The table [Vp, E] and the bias [Vp], if it has one, whose gradients `accumulate` adds up; (None, None): it has no
+        `accumulate`."""
+        return None, None
+
+    def accumulate(
+        self,
+        shared: Shared,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array,
+        tokens: Tokens | None,
+        into: Accumulator,
+    ) -> tuple[Loss, Accumulator]:
+        """`loss`, for gradient accumulation: its gradient of what is `scored` goes into `into`, and the rest through `total`.
+
+        `total` must enter what is minimised with a factor of 1.
+        """
         raise NotImplementedError
 
     def nll(self, shared: Shared, h_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:

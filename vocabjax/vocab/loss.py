@@ -11,13 +11,14 @@ Source of z-loss: PaLM (arXiv:2204.02311, section 5).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.interfaces import Loss, Objective
 from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, valid_labels
 from vocabjax.vocab.scores import (
@@ -57,19 +58,33 @@ def linear_cross_entropy(
       normalizer: what `total` is divided by; None: Σ weight over the whole batch. Pass the sum over all microbatches
         when accumulating gradients. 0 gives a total of 0 and zero gradients.
     """
-    layout = scoring.layout
-    h_BTD = layout.place(h_BTD, "batch", "seq", None)
-    targets_BT = layout.place(targets_BT, "batch", "seq")
-    weight_BT = label_weights(scoring.sizes, targets_BT, weights_BT)
-    weight_BT = lax.stop_gradient(layout.place(weight_BT, "batch", "seq"))
-    weight = weight_BT.sum()
-    divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
-    total, nll, z = _cross_entropy(
-        scoring,
-        objective,
-        _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse_or_zero(divisor)),
-    )
-    return Loss(total, nll, z, weight, *count_labels(scoring.sizes, targets_BT))
+    inputs, weight = _inputs(scoring, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer)
+    sums = _cross_entropy(scoring, objective, inputs)
+    return Loss(*sums, weight, *count_labels(scoring.sizes, targets_BT))
+
+
+@functools.partial(jax.jit, static_argnames=("scoring", "objective"))
+def accumulate_cross_entropy(
+    scoring: Scoring,
+    objective: Objective,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array | None,
+    into: Accumulator,
+    *,
+    bias_V: jax.Array | None = None,
+    normalizer: jax.Array | None = None,
+) -> tuple[Loss, Accumulator]:
+    """`linear_cross_entropy`, whose gradient of table and bias goes into an accumulator instead of through `jax.grad`.
+
+    For gradient accumulation: what `jax.grad` gives of a table is an array of its own, to be reduced and added up for each
+    microbatch; this adds where the sum already lies. `total` is differentiable in h alone, and must enter what is minimised
+    with a factor of 1, since that is what the accumulator takes for granted.
+    """
+    inputs, weight = _inputs(scoring, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer)
+    sums, into = _accumulate(scoring, objective, inputs, into)
+    return Loss(*sums, weight, *count_labels(scoring.sizes, targets_BT)), into
 
 
 def reference_cross_entropy(
@@ -134,30 +149,93 @@ class _Inputs(NamedTuple):
     inverse: jax.Array  # of the normaliser
 
 
+def _inputs(
+    scoring: Scoring,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array | None,
+    normalizer: jax.Array | None,
+) -> tuple[_Inputs, jax.Array]:
+    """And the sum of the weights."""
+    layout = scoring.layout
+    h_BTD = layout.place(h_BTD, "batch", "seq", None)
+    targets_BT = layout.place(targets_BT, "batch", "seq")
+    weight_BT = label_weights(scoring.sizes, targets_BT, weights_BT)
+    weight_BT = lax.stop_gradient(layout.place(weight_BT, "batch", "seq"))
+    weight = weight_BT.sum()
+    divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
+    inverse = inverse_or_zero(divisor)
+    return _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse), weight
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(scoring: Scoring, objective: Objective, inputs: _Inputs) -> _Sums:
-    return _run(scoring, objective, inputs, with_gradients=False)[0]
+    return _run(scoring, objective, inputs)[0]
 
 
 def _cross_entropy_fwd(
     scoring: Scoring, objective: Objective, inputs: _Inputs
-) -> tuple[_Sums, _Gradients | None]:
-    return _run(scoring, objective, inputs, with_gradients=True)
+) -> tuple[_Sums, _Gradients]:
+    layout, table_VD, bias_V = scoring.layout, inputs.table_VD, inputs.bias_V
+    into = Accumulator.zeros(layout, *table_VD.shape)
+    sums, dh_BTD, into = _run(scoring, objective, inputs, into)
+    dtable_VD, dbias_V = into.total(layout)
+    of_bias = None if bias_V is None else dbias_V.astype(bias_V.dtype)
+    return sums, (dh_BTD, dtable_VD.astype(table_VD.dtype), of_bias)
 
 
 def _cross_entropy_bwd(
     scoring: Scoring, objective: Objective, gradients: _Gradients, cotangents: _Sums
-) -> tuple[tuple[jax.Array | None, ...]]:
+) -> tuple[_Inputs]:
     dh, dtable, dbias = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
-    return (_Inputs(dh, dtable, dbias, None, None, None),)  # type: ignore[arg-type]  # no gradient
+    nothing: Any = None
+    return (_Inputs(dh, dtable, dbias, nothing, nothing, nothing),)
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _accumulate(
+    scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator
+) -> tuple[_Sums, Accumulator]:
+    return _accumulate_fwd(scoring, objective, inputs, into)[0]
+
+
+def _accumulate_fwd(
+    scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator
+) -> tuple[tuple[_Sums, Accumulator], jax.Array]:
+    sums, dh_BTD, into = _run(scoring, objective, inputs, into)
+    return (sums, into), dh_BTD
+
+
+def _accumulate_bwd(
+    scoring: Scoring, objective: Objective, dh_BTD: jax.Array, cotangents: tuple[_Sums, Any]
+) -> tuple[_Inputs, None]:
+    dh_BTD = (cotangents[0][0] * dh_BTD).astype(dh_BTD.dtype)
+    nothing: Any = None
+    return _Inputs(dh_BTD, nothing, nothing, nothing, nothing, nothing), None
+
+
+_accumulate.defvjp(_accumulate_fwd, _accumulate_bwd)
+
+
+@overload
+def _run(scoring: Scoring, objective: Objective, inputs: _Inputs) -> tuple[_Sums, None, None]: ...
+
+
+@overload
 def _run(
-    scoring: Scoring, objective: Objective, inputs: _Inputs, *, with_gradients: bool
-) -> tuple[_Sums, _Gradients | None]:
+    scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator
+) -> tuple[_Sums, jax.Array, Accumulator]: ...
+
+
+def _run(
+    scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator | None = None
+) -> tuple[_Sums, jax.Array | None, Accumulator | None]:
+    """The sums and, with an accumulator, the gradient of h and the accumulator with those of table and bias in it."""
     layout, sizes = scoring.layout, scoring.sizes
     axes = TokenAxes.of(layout)
     epsilon, z_loss = objective.label_smoothing, objective.z_loss
@@ -169,7 +247,8 @@ def _run(
         targets: jax.Array,
         weight: jax.Array,
         inverse: jax.Array,
-    ) -> tuple[_Sums, _Gradients | None]:
+        into: Accumulator | None,
+    ) -> tuple[_Sums, jax.Array | None, Accumulator | None]:
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
         cast_RD = table_RD.astype(h.dtype)
         rows = table_RD.shape[0]
@@ -193,31 +272,29 @@ def _run(
             du_CR = _score_gradients(objective, sizes, z_CR, at) * slope_CR
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
             du_CR = jnp.where(allowed_R, du_CR * (w_C * inverse)[:, None], 0)
-            dtable_RD, dbias_R = gradients
             dh_CD, more_RD = product_gradients(du_CR * scoring.scale, h_CD, cast_RD)
-            return (sums, (dtable_RD + more_RD, dbias_R + du_CR.sum(0))), dh_CD
+            more = Accumulator(more_RD[None], du_CR.sum(0)[None])
+            return (sums, jax.tree.map(jnp.add, gradients, more)), dh_CD
 
-        zeros = (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
-        (sums, gradients), dh = lax.scan(
+        (sums, into), dh = lax.scan(
             body,
-            (jnp.zeros(3, jnp.float32), zeros if with_gradients else None),
+            (jnp.zeros(3, jnp.float32), into),
             cut_chunks(objective.chunk, h, targets, weight),
         )
         total, nll, z = lax.psum(sums, axes.only_tokens)
-        if gradients is None or dh is None:
-            return (total * inverse, nll, z), None
-        dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
-        return (total * inverse, nll, z), (
-            axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype),
-            dtable_RD.astype(table_RD.dtype),
-            None if bias_R is None else dbias_R.astype(bias_R.dtype),
-        )
+        if dh is not None:
+            dh = axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype)
+        return (total * inverse, nll, z), dh, into
 
-    table_spec, bias_spec = layout.spec("vocab", None), layout.spec("vocab")
-    return jax.shard_map(
+    parts = None if into is None else Accumulator.specs(layout)
+    results: tuple[_Sums, jax.Array | None, Accumulator | None] = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(axes.spec, table_spec, bias_spec, axes.spec, axes.spec, PartitionSpec()),
-        out_specs=(PartitionSpec(), (axes.spec, table_spec, bias_spec) if with_gradients else None),
+        in_specs=(
+            *(axes.spec, layout.spec("vocab", None), layout.spec("vocab")),
+            *(axes.spec, axes.spec, PartitionSpec(), parts),
+        ),
+        out_specs=(PartitionSpec(), axes.spec, parts),
         check_vma=False,
-    )(*inputs)
+    )(*inputs, into)
+    return results

@@ -38,8 +38,12 @@ class TokenAxes(NamedTuple):
     @staticmethod
     def of(layout: Layout, leading: int = 0) -> "TokenAxes":
         """For activations [..., B, T, ...] with `leading` dimensions, not sharded, before B."""
-        rows = layout.axes("vocab")
-        per_dim = (layout.axes("batch"), layout.axes("seq"))
+
+        def cut_by(logical: str) -> tuple[str, ...]:
+            # A collective over an axis of one device still costs a copy.
+            return tuple(axis for axis in layout.axes(logical) if layout.mesh.shape[axis] > 1)
+
+        rows, per_dim = cut_by("vocab"), (cut_by("batch"), cut_by("seq"))
         tokens = per_dim[0] + per_dim[1]
         shared = (tuple(axis for axis in axes if axis in rows) for axes in per_dim)
         return TokenAxes(
@@ -125,11 +129,8 @@ def _lookup_bwd(
             ids, cotangent = (
                 lax.all_gather(x, axes.only_tokens, tiled=True) for x in (ids, cotangent)
             )
-        index, is_here = _local_index(axes, rows, static.logical, ids)
-        index = jnp.where(is_here, index, rows)  # out of range: dropped
-        # float32 whatever the compute dtype: in bf16 a row that occurs 4,096 times would stop growing at 256.
         gradient_RD = jnp.zeros(table_RD.shape, jnp.float32)
-        gradient_RD = gradient_RD.at[index].add(cotangent.astype(jnp.float32), mode="drop")
+        gradient_RD = _add(axes, static.logical, gradient_RD, ids, cotangent)
         if not is_few:
             gradient_RD = lax.psum(gradient_RD, axes.only_tokens)
         return gradient_RD.astype(table_RD.dtype)
@@ -153,6 +154,17 @@ def _moves_tokens(shards: int, tokens: int, rows: int, cotangent: jax.Array) -> 
     gathered = (shards - 1) * tokens * (width * cotangent.dtype.itemsize + 4)
     reduced = 2 * (shards - 1) / shards * rows * width * 4
     return gathered < reduced
+
+
+def _add(
+    axes: TokenAxes, logical: int, sum_RD: jax.Array, ids: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+    """Adds gradients to this device's rows: in float32 whatever they are, as a row that occurs 4,096 times would stop growing
+    at 256 in bf16."""
+    rows = sum_RD.shape[0]
+    index, is_here = _local_index(axes, rows, logical, ids)
+    index = jnp.where(is_here, index, rows)  # out of range: dropped
+    return sum_RD.at[index].add(cotangent.astype(jnp.float32), mode="drop")
 
 
 def _local_index(
@@ -184,3 +196,34 @@ def lookup(
     """
     ids = layout.place(ids, *[None] * leading, "batch", "seq")
     return _lookup(_Static(layout, logical, dtype, leading), table_RD, ids)
+
+
+def add_rows(
+    layout: Layout,
+    sum_SRD: jax.Array,
+    ids: jax.Array,
+    cotangent: jax.Array,
+    *,
+    logical: int,
+    leading: int = 0,
+) -> jax.Array:
+    """Adds gradients of looked-up rows to a sum of which each device holds its own tokens' part (`Accumulator.table`).
+
+    Args:
+      sum_SRD: float32 [S, R, D]; S are the places along the axes that shard tokens alone.
+      ids, logical, leading: as of `lookup`; cotangent: [*ids.shape, D].
+    """
+    axes = TokenAxes.of(layout, leading)
+    sum_spec = PartitionSpec(axes.only_tokens or None, axes.rows or None, None)
+
+    def local(sum_1RD: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+        ids, cotangent = axes.gather(ids), axes.gather(cotangent)
+        return _add(axes, logical, sum_1RD[0], ids, cotangent)[None]
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(sum_spec, axes.spec, axes.spec),
+        out_specs=sum_spec,
+        check_vma=False,
+    )(sum_SRD, layout.place(ids, *[None] * leading, "batch", "seq"), cotangent)

@@ -7,7 +7,7 @@ Soft cap: Gemma 2 (arXiv:2408.00118). Centred rows and the penalty on their mean
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from vocabjax.errors import UserError
 from vocabjax.ids import IGNORE
 from vocabjax.mesh import Layout
 from vocabjax.param import matrix_flops, normal, zeros
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.augmented import augmented_kl
 from vocabjax.vocab.interfaces import (
     Context,
@@ -29,8 +30,8 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     check_std,
 )
-from vocabjax.vocab.labels import valid_labels, where_counted
-from vocabjax.vocab.loss import linear_cross_entropy
+from vocabjax.vocab.labels import inverse_or_zero, valid_labels, where_counted
+from vocabjax.vocab.loss import accumulate_cross_entropy, linear_cross_entropy
 from vocabjax.vocab.per_token import nll_loss, per_token
 from vocabjax.vocab.scores import Scoring, linear_logits
 from vocabjax.vocab.table import lookup
@@ -97,6 +98,15 @@ class UntiedHead(LinearHead):
         check_std("vocab.head.std", self.std)
 
 
+class _Labels(NamedTuple):
+    """What is predicted, and how much it counts."""
+
+    targets_BT: jax.Array
+    weights_BT: jax.Array | None
+    normalizer: jax.Array | None
+    tokens: Tokens | None
+
+
 class MatrixHead(Head):
     """Scores of transform(h) against rows of width E; E = D, and the transform the identity, unless a subclass says so."""
 
@@ -155,6 +165,9 @@ class MatrixHead(Head):
         h_BTE = self.transform(shared, h_BTD)
         return linear_logits(self.scoring, h_BTE, self._rows(shared), self._bias())
 
+    def scored(self, shared: Shared) -> tuple[jax.Array, jax.Array | None]:
+        return self._rows(shared), self._bias()
+
     def loss(
         self,
         shared: Shared,
@@ -164,43 +177,67 @@ class MatrixHead(Head):
         normalizer: jax.Array | None,
         tokens: Tokens | None,
     ) -> Loss:
-        h_BTE = self.transform(shared, h_BTD)
-        loss = self._entropy(self.objective, shared, h_BTE, targets_BT, weights_BT, normalizer)
+        labels = _Labels(targets_BT, weights_BT, normalizer, tokens)
+        return self._loss(shared, h_BTD, labels, None)[0]
+
+    def accumulate(
+        self,
+        shared: Shared,
+        h_BTD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array | None,
+        normalizer: jax.Array,
+        tokens: Tokens | None,
+        into: Accumulator,
+    ) -> tuple[Loss, Accumulator]:
+        labels = _Labels(targets_BT, weights_BT, normalizer, tokens)
+        loss, grown = self._loss(shared, h_BTD, labels, into)
+        assert grown is not None
+        return loss, grown
+
+    def _loss(
+        self, shared: Shared, h_BTD: jax.Array, labels: _Labels, into: Accumulator | None
+    ) -> tuple[Loss, Accumulator | None]:
+        h_BTE, objective = self.transform(shared, h_BTD), self.objective
+        loss, into = self._entropy(objective, shared, h_BTE, labels, into)
+        targets_BT, weights_BT, normalizer, tokens = labels
         normalizer = loss.weight if normalizer is None else normalizer
         total = loss.total
-        if self.objective.augmented:
+        if objective.augmented:
             kl_BT = self._divergence(shared, h_BTE, targets_BT, weights_BT)
             more = nll_loss(self.sizes, kl_BT, targets_BT, weights_BT, normalizer).total
-            total += self.objective.augmented * more
-        for ahead in range(1, self.objective.future + 1):
+            total += objective.augmented * more
+        plain = Objective(chunk=objective.chunk)
+        for ahead in range(1, objective.future + 1):
             later_BT = _shifted(self.scoring.layout, targets_BT, tokens, ahead)
             # A position that predicts nothing next predicts nothing further on.
             later_BT = jnp.where(valid_labels(self.sizes, targets_BT), later_BT, IGNORE)
             h_later_BTD = where_counted(self.sizes, h_BTD, later_BT, weights_BT)
             h_BTE = self.transform(shared, self._ahead(h_later_BTD, ahead))
-            plain = Objective(chunk=self.objective.chunk)
-            more = self._entropy(plain, shared, h_BTE, later_BT, weights_BT, normalizer).total
-            total += self.objective.future_weight * more
-        return loss._replace(total=total)
+            # Its weight stands in the normaliser: what is accumulated enters the objective with a factor of 1.
+            share = objective.future_weight * inverse_or_zero(normalizer)
+            later = _Labels(later_BT, weights_BT, inverse_or_zero(share), tokens)
+            further, into = self._entropy(plain, shared, h_BTE, later, into)
+            total += further.total
+        return loss._replace(total=total), into
 
     def _entropy(
         self,
         objective: Objective,
         shared: Shared,
         h_BTE: jax.Array,
-        targets_BT: jax.Array,
-        weights_BT: jax.Array | None,
-        normalizer: jax.Array | None,
-    ) -> Loss:
-        return linear_cross_entropy(
-            self.scoring,
-            objective,
-            h_BTE,
-            self._rows(shared),
-            targets_BT,
-            weights_BT,
-            bias_V=self._bias(),
-            normalizer=normalizer,
+        labels: _Labels,
+        into: Accumulator | None,
+    ) -> tuple[Loss, Accumulator | None]:
+        given = (self.scoring, objective, h_BTE, self._rows(shared), labels.targets_BT)
+        bias_V, normalizer = self._bias(), labels.normalizer
+        if into is None:
+            loss = linear_cross_entropy(
+                *given, labels.weights_BT, bias_V=bias_V, normalizer=normalizer
+            )
+            return loss, None
+        return accumulate_cross_entropy(
+            *given, labels.weights_BT, into, bias_V=bias_V, normalizer=normalizer
         )
 
     def _divergence(
