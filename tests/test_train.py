@@ -254,3 +254,18 @@ def test_the_compiled_step_holds_no_logits_and_gathers_no_table(
     for kind, shape in collectives(text):
         if kind == "all-gather":
             assert not {rows, shard} & set(shape), f"gathered table: {shape}"
+
+
+def test_a_profile_names_the_operations_of_a_step_and_where_they_come_from(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(config_of(corpus, steps=8), run, layout_on(ONE), profile=True)
+    rows = [
+        line.split() for line in (run / "profile" / "operations.txt").read_text().splitlines()[1:-1]
+    ]
+    times = [float(row[0]) for row in rows]
+    assert times == sorted(times, reverse=True) and times[0] > 0
+    assert 0 < sum(float(row[1].rstrip("%")) for row in rows) <= 100.1
+    assert any("trunk" in row[-1] for row in rows)
+    assert "profile of 5 steps" in capsys.readouterr().err

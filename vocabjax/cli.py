@@ -133,6 +133,7 @@ def _train(words: list[str]) -> None:
         init=flags.run.init,
         tensorboard=flags.run.tensorboard,
         wandb=flags.run.wandb,
+        profile=flags.run.profile,
         quiet=flags.run.quiet,
     )
     if jax.process_index() == 0:

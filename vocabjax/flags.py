@@ -45,6 +45,7 @@ class RunFlags:
       dry_run: print config, parameters, groups and mesh; train nothing.
       tensorboard: also log to TensorBoard, in the run directory.
       wandb: also log to Weights & Biases.
+      profile: trace a few steps into the run's profile/, and say where their time went.
       quiet: no progress.
     """
 
@@ -59,6 +60,7 @@ class RunFlags:
     dry_run: bool = False
     tensorboard: bool = False
     wandb: bool = False
+    profile: bool = False
     quiet: bool = False
 
 

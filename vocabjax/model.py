@@ -52,9 +52,11 @@ class LanguageModel(nnx.Module):
           rows: what `vocab.gather(tokens)` gives, when it was gathered beforehand.
         """
         rows = self.vocab.gather(tokens) if rows is None else rows
-        x_BTD = self.vocab.embed(rows, tokens)
-        contexts = self.vocab.contexts(rows, tokens, x_BTD)
-        return self.trunk(x_BTD, tokens, self.vocab.memories, contexts, cache)
+        with jax.named_scope("vocab.embed"):
+            x_BTD = self.vocab.embed(rows, tokens)
+            contexts = self.vocab.contexts(rows, tokens, x_BTD)
+        with jax.named_scope("trunk"):
+            return self.trunk(x_BTD, tokens, self.vocab.memories, contexts, cache)
 
     def loss(
         self,

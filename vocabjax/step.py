@@ -1,6 +1,5 @@
 """The training step: gather rows once, accumulate over microbatches, clip, update."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -82,8 +81,8 @@ def make_step(
     optimizer: optax.GradientTransformation,
     seed: int = 0,
     sparse: Sparse | None = None,
-) -> Callable[[State, Arrays], tuple[State, Metrics]]:
-    """The jitted step; it consumes the state it is given.
+) -> jax.stages.Wrapped:
+    """The jitted step, (state, batch) → (state, `Metrics`); it consumes the state it is given.
 
     Its batch holds int32 arrays [A, B/A, T]: A microbatches. The loss is normalised by the weight of all of them, so A
     changes nothing but memory.
@@ -107,8 +106,9 @@ def make_step(
         # The implementation is stated: others draw differently under vmap, or when sharded.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
         loss, gradients = _loss_and_gradients(blueprint, state.params, batch, slots, key)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = _centred(blueprint, optax.apply_updates(state.params, updates))
+        with jax.named_scope("optimizer"):
+            updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+            params = _centred(blueprint, optax.apply_updates(state.params, updates))
         weight = jnp.where(loss.weight == 0, 1, loss.weight)
         metrics = Metrics(
             loss.total,

@@ -25,10 +25,11 @@ from vocabjax.model import Blueprint, Params
 from vocabjax.optim import make_optimizer
 from vocabjax.plot import plot_run
 from vocabjax.processes import require_same, together
+from vocabjax.profile import TRACED, Profiler
 from vocabjax.runs import Origin, Run, summary_dict
 from vocabjax.sparse import Sparse
 from vocabjax.state import State, abstract_state, init_state
-from vocabjax.step import Metrics, make_step, to_device
+from vocabjax.step import Arrays, Metrics, make_step, to_device
 
 
 class Interrupted(Exception):
@@ -131,6 +132,7 @@ def train(
     init: str | None = None,
     tensorboard: bool = False,
     wandb: bool = False,
+    profile: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Trains to the end and returns the summary as plain values; a finished run only returns it.
@@ -140,6 +142,7 @@ def train(
     Args:
       init: a run (its name beside this one, or its path) whose best parameters this one starts from, instead of fresh
         ones; it must have the same tokenizer. The run remembers it: resuming does not need it again.
+      profile: traces a few steps into `profile/` of the run's directory, and says where their time went.
 
     Raises:
       UserError: bad settings or data, or a loss that is not finite; with several processes, on all of them.
@@ -184,7 +187,8 @@ def train(
                 )
             )
             trainer = _Trainer(setup, run, checkpoints, log, batches, state)
-            summary = summary_dict(trainer.fit())
+            profiler = Profiler(run.directory / "profile") if profile else None
+            summary = summary_dict(trainer.fit(profiler))
         if jax.process_index() == 0:
             run.finish(summary)
         return summary
@@ -318,9 +322,10 @@ class _Trainer:
         self.settled = self.resumed_at
         self.window: list[Scalars] = []  # of the settled steps that are not logged yet
 
-    def fit(self) -> Summary:
+    def fit(self, profiler: Profiler | None = None) -> Summary:
         settings = self.setup.config.train
-        with self.log, _stop_signals() as stop:
+        held = contextlib.nullcontext() if profiler is None else contextlib.closing(profiler)
+        with self.log, _stop_signals() as stop, held:
             if self.resumed_at:
                 self.log.say(f"{self.run.name}  resumed at step {self.resumed_at}")
             evaluation = None if self.resumed_at else self._evaluate(0)
@@ -331,6 +336,8 @@ class _Trainer:
                 self._settle()
                 self.pending = (step, metrics, host)
                 self.log.advance(step)
+                if profiler is not None:
+                    self._profile(profiler, batch, metrics)
                 if step == self.resumed_at + 1:  # it compiled, so it is logged without a speed
                     jax.block_until_ready(metrics)
                     self.log.resume_clock(step)
@@ -355,6 +362,15 @@ class _Trainer:
         if jax.process_index() == 0:
             plot_run(self.run.directory)
         return self._summary(*evaluation)
+
+    def _profile(self, profiler: Profiler, batch: Arrays, metrics: Metrics) -> None:
+        def program() -> str:
+            return self.step_fn.lower(self.state, batch).compile().as_text() or ""
+
+        if text := profiler.after_step(metrics, program):
+            self.log.say(
+                f"{self.run.name}  profile of {TRACED} steps in {profiler.directory}\n{text}"
+            )
 
     def _next_batch(self) -> Batch:
         host = next(self.batches)
