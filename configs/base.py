@@ -24,7 +24,7 @@ config = Config(
         input=FullTable(scale="none", norm="none"),
         head=TiedHead(bias=False, scale=1.0, softcap=None),
         memories=(),
-        objective=Objective(z_loss=0.0, label_smoothing=0.0, chunk=1024),
+        objective=Objective(z_loss=0.0, label_smoothing=0.0, chunk=None),
     ),
     trunk=TrunkConfig(
         layers=4,

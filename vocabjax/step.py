@@ -174,7 +174,7 @@ def _loss_and_gradients(
 
     nothing = Loss(*[jnp.zeros((), jnp.float32)] * len(Loss._fields))
     zeros = jax.tree.map(jnp.zeros_like, (params, shared))
-    into = None if table is None else Accumulator.zeros(layout, *table.shape)
+    into = None if table is None else Accumulator.zeros(layout, table, bias)
     (loss, gradients, into), of_rows = lax.scan(accumulate, (nothing, zeros, into), (batch, rows))
 
     if blueprint.has_penalty:
@@ -186,13 +186,12 @@ def _loss_and_gradients(
         loss = loss._replace(total=loss.total + more)
         gradients = jax.tree.map(jnp.add, gradients, of_penalty)
     if into is not None:
+        read: Any = {}
         if tied is not None:
             part, name = vocab.place_of(tied)
-            ids = vocab.wanted(tokens, leading=1)[tied]
-            logical = blueprint.infos[tied].logical[0]
-            into = into.add_rows(layout, ids, of_rows[part][name], logical=logical, leading=1)
-        of_table, of_bias = into.total(layout)
-        of_scored = back_to_scored((of_table, None if bias is None else of_bias))
+            ids, logical = vocab.wanted(tokens, leading=1)[tied], blueprint.infos[tied].logical[0]
+            read = {"ids": ids, "of_rows": of_rows[part][name], "logical": logical, "leading": 1}
+        of_scored = back_to_scored(into.total(layout, **read))
         gradients = jax.tree.map(jnp.add, gradients, of_scored)
     of_params, of_shared = gradients
     for more in (back_to_tables(of_rows), back_to_lender(of_shared)):

@@ -21,6 +21,7 @@ from vocabjax.vocab.scores import (
     LOWEST,
     Scoring,
     allowed_rows,
+    chunk_size,
     cut_chunks,
     join_chunks,
     local_scores,
@@ -122,7 +123,8 @@ def _kl_fwd(
             mean_gap = (gap * part_a).sum(0) / total_a
             return None, jnp.stack([lse_s, highest_a + jnp.log(total_a), mean_gap], -1)
 
-        _, found = lax.scan(body, None, cut_chunks(objective.chunk, h, u))
+        chunk = chunk_size(scoring.layout, len(shard[0]), objective.chunk)
+        _, found = lax.scan(body, None, cut_chunks(chunk, h, u))
         found = axes.keep(join_chunks(found, h.shape[:2]))
         lse_s, lse_a, mean_gap = jnp.moveaxis(found, -1, 0)
         return mean_gap - lse_a + lse_s, found
@@ -178,9 +180,8 @@ def _kl_bwd(
             jnp.zeros(shape, jnp.float32)
             for shape in (table_RE.shape, table_RE.shape[:1], embedding_RD.shape)
         )
-        gradients, (dh, du) = lax.scan(
-            body, zeros, cut_chunks(objective.chunk, h, u, found, cotangent)
-        )
+        chunk = chunk_size(scoring.layout, len(shard[0]), objective.chunk)
+        gradients, (dh, du) = lax.scan(body, zeros, cut_chunks(chunk, h, u, found, cotangent))
         dtable_RE, dbias_R, dembedding_RD = lax.psum(gradients, axes.only_tokens)
 
         def back(d: jax.Array, like: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ class Objective:
       future: further tokens of the document that are predicted too, from h·F_j, by the same table, wherever the next one is:
         over-decoding (arXiv:2501.16975). How h is turned to them is our reading.
       future_weight: of the cross-entropy of each of them.
-      chunk: tokens per device whose logits exist at one time.
+      chunk: tokens per device whose logits exist at one time; None: chosen from the rows a device holds (`scores.chunk_size`).
       terms: what a head may or may not define: not 0 where it is asked for.
     """
 
@@ -117,7 +117,7 @@ class Objective:
     augmented_targets: bool = False
     future: int = 0
     future_weight: float = 0.1
-    chunk: int = 1024
+    chunk: int | None = None
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work."""
@@ -135,10 +135,9 @@ class Objective:
                 f"vocab.objective.temperature = {self.temperature} must be positive and finite"
             )
         for name, least in (("chunk", 1), ("future", 0)):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"vocab.objective.{name} = {getattr(self, name)} must be at least {least}"
-                )
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"vocab.objective.{name} = {value} must be at least {least}")
 
 
 class TrunkShape(NamedTuple):

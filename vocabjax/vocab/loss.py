@@ -24,12 +24,12 @@ from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, 
 from vocabjax.vocab.scores import (
     ChunkStatistics,
     Scoring,
-    allowed_rows,
+    chunk_size,
     chunk_statistics,
     cut_chunks,
     join_chunks,
     local_scores,
-    product_gradients,
+    mask_rows,
 )
 from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import TokenAxes
@@ -123,15 +123,16 @@ def reference_cross_entropy(
     )
 
 
-def _score_gradients(
-    objective: Objective, sizes: Sizes, z_CR: jax.Array, at: ChunkStatistics
-) -> jax.Array:
+def _score_gradients(objective: Objective, sizes: Sizes, at: ChunkStatistics) -> jax.Array:
     """d objective / dz: (1 + 2λ lse) p − (1−ε) [is the target] − ε / predictable."""
-    p_CR = jnp.exp(z_CR - at.top[:, None] - at.log_sum[:, None])
-    is_target_CR = jnp.arange(z_CR.shape[-1]) == at.row[:, None]
-    dz_CR = p_CR * (1 + 2 * objective.z_loss * (at.top + at.log_sum)[:, None])
-    dz_CR -= jnp.where(is_target_CR, 1 - objective.label_smoothing, 0.0)
-    return dz_CR - objective.label_smoothing / sizes.predictable
+    share_C = at.share
+    if objective.z_loss:
+        share_C *= 1 + 2 * objective.z_loss * (at.top + at.log_sum)
+    dz_CR = at.exp * share_C[:, None]
+    epsilon = objective.label_smoothing
+    is_target_CR = jnp.arange(dz_CR.shape[-1]) == at.row[:, None]
+    dz_CR -= jnp.where(is_target_CR, 1 - epsilon, 0.0)
+    return dz_CR - epsilon / sizes.predictable if epsilon else dz_CR
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
@@ -179,11 +180,10 @@ def _cross_entropy_fwd(
     scoring: Scoring, objective: Objective, inputs: _Inputs
 ) -> tuple[_Sums, _Gradients]:
     layout, table_VD, bias_V = scoring.layout, inputs.table_VD, inputs.bias_V
-    into = Accumulator.zeros(layout, *table_VD.shape)
+    into = Accumulator.zeros(layout, table_VD, bias_V)
     sums, dh_BTD, into = _run(scoring, objective, inputs, into)
     dtable_VD, dbias_V = into.total(layout)
-    of_bias = None if bias_V is None else dbias_V.astype(bias_V.dtype)
-    return sums, (dh_BTD, dtable_VD.astype(table_VD.dtype), of_bias)
+    return sums, (dh_BTD, dtable_VD.astype(table_VD.dtype), dbias_V)
 
 
 def _cross_entropy_bwd(
@@ -250,37 +250,42 @@ def _run(
         into: Accumulator | None,
     ) -> tuple[_Sums, jax.Array | None, Accumulator | None]:
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
+        h = jnp.where(weight[..., None] != 0, h, 0)  # NaN where nothing counts must not spread
         cast_RD = table_RD.astype(h.dtype)
-        rows = table_RD.shape[0]
-        allowed_R = allowed_rows(sizes, axes, rows)
+        chunk = chunk_size(layout, len(table_RD), objective.chunk)
+        # Of one chunk, XLA:CPU would unroll the loop, and then cannot multiply the transposed bfloat16.
+        chunk = min(chunk, -(-targets.size // 2))
+        h_KCD, t_KC, w_KC = cut_chunks(chunk, h, targets, weight)
+        # Transposed before the loop: in it, XLA would fold it into the product, which a CPU does at half the speed.
+        hT_KDC = None if into is None else jnp.swapaxes(h_KCD, 1, 2)
 
-        def body(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
-            sums, gradients = carry
-            h_CD, t_C, w_C = part
-            h_CD = jnp.where(w_C[:, None] != 0, h_CD, 0)  # NaN where nothing counts must not spread
+        def body(carry: Any, part: Any) -> tuple[Any, jax.Array | None]:
+            sums, into = carry
+            h_CD, t_C, w_C, hT_DC = part
             z_CR, slope_CR = local_scores(scoring, axes, h_CD, cast_RD, bias_R)
-            at = chunk_statistics(axes, sizes, z_CR, t_C)
+            at = chunk_statistics(axes, sizes, z_CR, t_C, with_mean=epsilon > 0)
             lse_C, nll_C = at.top + at.log_sum, at.log_sum - at.target
-            total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean)
+            total_C = nll_C
+            if at.mean is not None:
+                total_C = (1 - epsilon) * nll_C + epsilon * (at.log_sum - at.mean)
             if z_loss:  # else lse² may overflow without harm
                 total_C += z_loss * lse_C**2
             sums += jnp.stack(
                 [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, nll_C, lse_C**2)]
             )
-            if gradients is None:
+            if into is None:
                 return (sums, None), None
-            du_CR = _score_gradients(objective, sizes, z_CR, at) * slope_CR
+            du_CR = _score_gradients(objective, sizes, at) * slope_CR
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
-            du_CR = jnp.where(allowed_R, du_CR * (w_C * inverse)[:, None], 0)
-            dh_CD, more_RD = product_gradients(du_CR * scoring.scale, h_CD, cast_RD)
-            more = Accumulator(more_RD[None], du_CR.sum(0)[None])
-            return (sums, jax.tree.map(jnp.add, gradients, more)), dh_CD
+            du_CR = mask_rows(sizes, axes, du_CR * (w_C * inverse)[:, None], 0)
+            d_CR = (du_CR * scoring.scale).astype(h_CD.dtype)
+            dh_CD = jnp.einsum("cr,rd->cd", d_CR, cast_RD, preferred_element_type=jnp.float32)
+            more = jnp.einsum("dc,cr->dr", hT_DC, d_CR, preferred_element_type=jnp.float32)
+            bias = None if into.bias is None else into.bias + du_CR.sum(0)
+            return (sums, Accumulator(into.table + more, bias)), dh_CD
 
-        (sums, into), dh = lax.scan(
-            body,
-            (jnp.zeros(3, jnp.float32), into),
-            cut_chunks(objective.chunk, h, targets, weight),
-        )
+        start = (jnp.zeros(3, jnp.float32), into)
+        (sums, into), dh = lax.scan(body, start, (h_KCD, t_KC, w_KC, hT_KDC))
         total, nll, z = lax.psum(sums, axes.only_tokens)
         if dh is not None:
             dh = axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype)

@@ -24,6 +24,7 @@ from vocabjax.vocab.labels import (
 from vocabjax.vocab.scores import (
     Scoring,
     allowed_rows,
+    chunk_size,
     chunk_statistics,
     cut_chunks,
     join_chunks,
@@ -50,7 +51,7 @@ class PerToken(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("scoring", "chunk"))
 def per_token(
     scoring: Scoring,
-    chunk: int,
+    chunk: int | None,
     h: jax.Array,
     table_VD: jax.Array,
     targets: jax.Array,
@@ -60,7 +61,7 @@ def per_token(
     """Differentiable in h, table and bias.
 
     Args:
-      chunk: tokens per device whose scores exist at one time.
+      chunk: tokens per device whose scores exist at one time; None: chosen.
       h: [B, T, …, D]; dimensions after T (the components of a mixture) are not sharded.
       table_VD: float32 [Vp, D], rows sharded over the vocabulary axis.
       targets: int32, the shape of `h` without D.
@@ -127,12 +128,12 @@ _Lse = tuple[jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _per_token(scoring: Scoring, chunk: int, inputs: _Inputs) -> PerToken:
+def _per_token(scoring: Scoring, chunk: int | None, inputs: _Inputs) -> PerToken:
     return _per_token_fwd(scoring, chunk, inputs)[0]
 
 
 def _per_token_fwd(
-    scoring: Scoring, chunk: int, inputs: _Inputs
+    scoring: Scoring, chunk: int | None, inputs: _Inputs
 ) -> tuple[PerToken, tuple[_Inputs, _Lse]]:
     sizes = scoring.sizes
     axes = TokenAxes.of(scoring.layout)
@@ -149,7 +150,11 @@ def _per_token_fwd(
             at = chunk_statistics(axes, sizes, z_CR, t_C)
             return None, jnp.stack([at.target - at.log_sum, at.top, at.log_sum], -1)
 
-        _, found = lax.scan(body, None, cut_chunks(chunk, *_flat(h, gathered)))
+        _, found = lax.scan(
+            body,
+            None,
+            cut_chunks(chunk_size(scoring.layout, len(table_RD), chunk), *_flat(h, gathered)),
+        )
         found = axes.keep(join_chunks(found, gathered.shape))
         log_p, top, log_sum = jnp.moveaxis(found, -1, 0)
         return jnp.where(valid_labels(sizes, targets), log_p, 0), top, log_sum
@@ -165,7 +170,7 @@ def _per_token_fwd(
 
 
 def _per_token_bwd(
-    scoring: Scoring, chunk: int, residuals: tuple[_Inputs, _Lse], cotangents: PerToken
+    scoring: Scoring, chunk: int | None, residuals: tuple[_Inputs, _Lse], cotangents: PerToken
 ) -> tuple[_Inputs]:
     inputs, (top, log_sum) = residuals
     sizes = scoring.sizes
@@ -201,7 +206,13 @@ def _per_token_bwd(
             return (dtable_RD + more_RD, dbias_R + du_CR.sum(0)), dh_CD
 
         zeros = (jnp.zeros(table_RD.shape, jnp.float32), jnp.zeros(rows, jnp.float32))
-        gradients, dh = lax.scan(body, zeros, cut_chunks(chunk, *_flat(h, targets, numbers)))
+        gradients, dh = lax.scan(
+            body,
+            zeros,
+            cut_chunks(
+                chunk_size(scoring.layout, len(table_RD), chunk), *_flat(h, targets, numbers)
+            ),
+        )
         dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
         return (
             axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype),

@@ -2,7 +2,7 @@
 
     u = scale · (h · tableᵀ) + bias         z = cap · tanh(u / cap)         z = −inf where an id may not be predicted
 
-Per chunk of tokens the vocabulary shards exchange four numbers per token (maximum, sum of exponentials, target score, sum of
+Per chunk of tokens the vocabulary shards exchange three or four numbers per token (maximum, sum of exponentials, target score and, for label smoothing, sum of
 scores), as in Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053, section 3).
 """
 
@@ -79,8 +79,10 @@ class ChunkStatistics(NamedTuple):
     top: jax.Array  # the highest score
     log_sum: jax.Array  # lse − top
     target: jax.Array  # the target's score − top
-    mean: jax.Array  # the mean of the allowed scores − top
+    mean: jax.Array | None  # the mean of the allowed scores − top, where asked for
     row: jax.Array  # the target's row on this device, or out of range
+    exp: jax.Array  # [C, R] exponentials of this device's scores, relative to their own highest
+    share: jax.Array  # what makes them probabilities
 
 
 def local_scores(
@@ -98,7 +100,14 @@ def local_scores(
     if scoring.softcap is not None:
         unit = jnp.tanh(u / scoring.softcap)
         u, slope = scoring.softcap * unit, 1 - unit**2
-    return jnp.where(allowed_rows(scoring.sizes, axes, table_RD.shape[0]), u, -jnp.inf), slope
+    return mask_rows(scoring.sizes, axes, u, -jnp.inf), slope
+
+
+def mask_rows(sizes: Sizes, axes: TokenAxes, x_R: jax.Array, other: float) -> jax.Array:
+    """[..., R], and `other` where a row may not be predicted."""
+    if sizes.predictable == sizes.padded:  # a pass over the scores that nothing needs
+        return x_R
+    return jnp.where(allowed_rows(sizes, axes, x_R.shape[-1]), x_R, other)
 
 
 def allowed_rows(sizes: Sizes, axes: TokenAxes, rows: int) -> jax.Array:
@@ -108,8 +117,9 @@ def allowed_rows(sizes: Sizes, axes: TokenAxes, rows: int) -> jax.Array:
 
 
 def chunk_statistics(
-    axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array
+    axes: TokenAxes, sizes: Sizes, z_CR: jax.Array, targets_C: jax.Array, *, with_mean: bool = False
 ) -> ChunkStatistics:
+    """Over all shards of the vocabulary. `with_mean`: of the scores, too, which only label smoothing needs."""
     rows = z_CR.shape[-1]
     row_C = targets_C - row_start(axes.rows, rows)
     is_here_C = (row_C >= 0) & (row_C < rows)
@@ -117,27 +127,37 @@ def chunk_statistics(
     target_C = jnp.take_along_axis(z_CR, jnp.where(is_here_C, row_C, 0)[:, None], axis=-1)[:, 0]
     highest_C = jnp.maximum(z_CR.max(-1), LOWEST)
     centred_CR = z_CR - highest_C[:, None]
-    stacked = jnp.stack(
-        [
-            highest_C,
-            jnp.exp(centred_CR).sum(-1),
-            jnp.where(is_here_C, target_C, 0),
-            jnp.where(jnp.isfinite(z_CR), centred_CR, 0).sum(-1),
-        ]
-    )
-    # One collective, of four numbers per token.
+    # Held as it is: XLA:CPU would rather take every exponential twice, for the sum and for the gradient.
+    exp_CR = lax.optimization_barrier(jnp.exp(centred_CR))
+    own = [highest_C, exp_CR.sum(-1), jnp.where(is_here_C, target_C, 0)]
+    if with_mean:
+        own.append(mask_rows(sizes, axes, centred_CR, 0).sum(-1))
+    stacked = jnp.stack(own)
+    # One collective, of three or four numbers per token.
     stacked = lax.all_gather(stacked, axes.rows, axis=0) if axes.rows else stacked[None]
-    highest, sums, targets, scores = jnp.moveaxis(stacked, 1, 0)
+    highest, sums, targets, *scores = jnp.moveaxis(stacked, 1, 0)
     top_C = highest.max(0)
     below_SC = highest - top_C  # S: shards of rows
-    allowed_S1 = sizes.allowed_V.reshape(-1, rows).sum(1, dtype=np.float32, keepdims=True)
-    return ChunkStatistics(
-        top_C,
-        jnp.log((sums * jnp.exp(below_SC)).sum(0)),
-        targets.sum(0) - top_C,
-        (scores + allowed_S1 * below_SC).sum(0) / sizes.predictable,
-        row_C,
-    )
+    mean_C = None
+    if with_mean:
+        allowed_S1 = sizes.allowed_V.reshape(-1, rows).sum(1, dtype=np.float32, keepdims=True)
+        mean_C = (scores[0] + allowed_S1 * below_SC).sum(0) / sizes.predictable
+    log_sum_C = jnp.log((sums * jnp.exp(below_SC)).sum(0))
+    share_C = jnp.exp(highest_C - top_C - log_sum_C)
+    return ChunkStatistics(top_C, log_sum_C, targets.sum(0) - top_C, mean_C, row_C, exp_CR, share_C)
+
+
+def chunk_size(layout: Layout, rows: int, chunk: int | None) -> int:
+    """How many tokens' scores [C, rows] a device holds at one time: what is asked for, or else what its memory is made for.
+
+    Float32 scores of a chunk should stay in a CPU's cache, but matrix products of fewer than 256 tokens are slow. An
+    accelerator reads and writes the table's gradient once per chunk, so its chunks are as large as memory reasonably holds.
+    """
+    if chunk is not None:
+        return chunk
+    is_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    budget = 2**24 if is_cpu else 2**29  # bytes
+    return max(256, min(8192, 2 ** ((budget // (4 * rows)).bit_length() - 1)))
 
 
 def cut_chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -130,7 +130,7 @@ def _lookup_bwd(
                 lax.all_gather(x, axes.only_tokens, tiled=True) for x in (ids, cotangent)
             )
         gradient_RD = jnp.zeros(table_RD.shape, jnp.float32)
-        gradient_RD = _add(axes, static.logical, gradient_RD, ids, cotangent)
+        gradient_RD = add_rows(axes, static.logical, gradient_RD, ids, cotangent)
         if not is_few:
             gradient_RD = lax.psum(gradient_RD, axes.only_tokens)
         return gradient_RD.astype(table_RD.dtype)
@@ -156,11 +156,13 @@ def _moves_tokens(shards: int, tokens: int, rows: int, cotangent: jax.Array) -> 
     return gathered < reduced
 
 
-def _add(
+def add_rows(
     axes: TokenAxes, logical: int, sum_RD: jax.Array, ids: jax.Array, cotangent: jax.Array
 ) -> jax.Array:
-    """Adds gradients to this device's rows: in float32 whatever they are, as a row that occurs 4,096 times would stop growing
-    at 256 in bf16."""
+    """Adds gradients of looked-up rows to those of this device's rows, inside `shard_map`.
+
+    In float32 whatever they are: in bf16 a row that occurs 4,096 times would stop growing at 256.
+    """
     rows = sum_RD.shape[0]
     index, is_here = _local_index(axes, rows, logical, ids)
     index = jnp.where(is_here, index, rows)  # out of range: dropped
@@ -196,34 +198,3 @@ def lookup(
     """
     ids = layout.place(ids, *[None] * leading, "batch", "seq")
     return _lookup(_Static(layout, logical, dtype, leading), table_RD, ids)
-
-
-def add_rows(
-    layout: Layout,
-    sum_SRD: jax.Array,
-    ids: jax.Array,
-    cotangent: jax.Array,
-    *,
-    logical: int,
-    leading: int = 0,
-) -> jax.Array:
-    """Adds gradients of looked-up rows to a sum of which each device holds its own tokens' part (`Accumulator.table`).
-
-    Args:
-      sum_SRD: float32 [S, R, D]; S are the places along the axes that shard tokens alone.
-      ids, logical, leading: as of `lookup`; cotangent: [*ids.shape, D].
-    """
-    axes = TokenAxes.of(layout, leading)
-    sum_spec = PartitionSpec(axes.only_tokens or None, axes.rows or None, None)
-
-    def local(sum_1RD: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
-        ids, cotangent = axes.gather(ids), axes.gather(cotangent)
-        return _add(axes, logical, sum_1RD[0], ids, cotangent)[None]
-
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(sum_spec, axes.spec, axes.spec),
-        out_specs=sum_spec,
-        check_vma=False,
-    )(sum_SRD, layout.place(ids, *[None] * leading, "batch", "seq"), cotangent)
