@@ -31,8 +31,8 @@ class Deviation(NamedTuple):
     def of(what: str, found: Any, expected: np.ndarray | float, limit: float) -> "Deviation":
         """‖found − expected‖ / ‖expected‖, in float64."""
         expected = np.asarray(expected, np.float64)
-        error = np.linalg.norm(np.asarray(found, np.float64) - expected)
-        return Deviation(what, float(error / max(np.linalg.norm(expected), 1e-30)), limit)
+        error = float(np.linalg.norm(np.asarray(found, np.float64) - expected))
+        return Deviation(what, error / max(float(np.linalg.norm(expected)), 1e-30), limit)
 
 
 class Memory(NamedTuple):
@@ -63,11 +63,13 @@ class Ready(NamedTuple):
       run: does the work once, and has finished it when it returns.
       check: does it once too, and compares the result with float64.
       memory: None: unknown, as of torch.
+      collectives: bytes of the results of a device's collectives, by kind; None: unknown.
     """
 
     run: Callable[[], Any]
     check: Callable[[], Sequence[Deviation]]
     memory: Memory | None = None
+    collectives: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ Record = dict[str, Any]  # of one candidate: what a line of results/NAME.jsonl h
 def measure(
     candidates: Sequence[Candidate],
     floors: Mapping[str, Sequence[str]],
-    *,
     rounds: int,
     retries: int,
     seed: int = 0,
@@ -94,23 +95,28 @@ def measure(
 
     Args:
       floors: by case, the candidates of which the fastest is its floor.
+      rounds: 0: nothing is timed.
       retries: how often all rounds are repeated while a floor spreads by more than `CALM`; the calmest counts.
     """
-    records, ready = [], []
+    records: list[Record] = []
+    ready: list[tuple[Record, Callable[[], Any]]] = []
     for candidate in candidates:
         status, error, made = prepared(candidate)
-        record = {
+        record: Record = {
             "case": candidate.case,
             "candidate": candidate.name,
             "status": status,
             "error": error,
             "memory": made and made.memory and made.memory._asdict(),
+            "collectives": made and made.collectives,
             "is_floor": candidate.name in floors.get(candidate.case, ()),
             "seconds": [],
         }
         records.append(record)
         if made is not None and status == "ok":
             ready.append((record, made.run))
+    if not rounds:
+        ready = []
     attempts = []
     for attempt in range(1 + retries):
         times = timed([run for _, run in ready], rounds, random.Random(f"{seed} {attempt}"))

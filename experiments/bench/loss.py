@@ -1,15 +1,16 @@
 """Fused linear cross-entropy, forward and backward, against its peers and the three matrix products alone.
 
-    python run.py bench loss                                        50,304 ids, float32 and bfloat16
-    python run.py bench loss --vocab 151936 --dtype bfloat16        another case
+    python run.py bench loss                                        50,304 ids in float32
+    python run.py bench loss --vocab 151936 --dtype bfloat16        another case, beside the first
 
 The loss is the mean over N tokens of lse(h·tableᵀ) − z_target, with its gradients in h and table, both given in the case's dtype.
 The floor F is the three products (logits, dh, dtable) alone; of XLA's and torch's, the faster counts.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,23 +47,22 @@ class Options:
     Attributes:
       tokens: N.
       width: D.
-      vocab: V; a case for each.
-      dtype: of hidden states and table; a case for each.
-      chunk: tokens at a time, of ours; None: what the library does by itself.
+      vocab: V.
+      dtype: of hidden states and table.
       threads: of torch.
     """
 
     tokens: int = 2048
     width: int = 512
-    vocab: tuple[int, ...] = (50_304,)
-    dtype: tuple[Dtype, ...] = ("float32", "bfloat16")
-    chunk: int | None = None
+    vocab: int = 50_304
+    dtype: Dtype = "float32"
     threads: int = 2
     how: Annotated[runner.Rounds, Flat, Switches] = field(default_factory=runner.Rounds)
 
 
-class Problem(NamedTuple):
-    """Inputs in NumPy (values that the dtype can hold), and the answer in float64.
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in NumPy, of values that the dtype can hold.
 
     Attributes:
       dz_NV: cotangents of the logits, for the products alone.
@@ -73,28 +73,27 @@ class Problem(NamedTuple):
     table_VD: np.ndarray
     targets_N: np.ndarray
     dz_NV: np.ndarray
-    loss: float
-    dh_ND: np.ndarray
-    dtable_VD: np.ndarray
 
     @staticmethod
     def draw(tokens: int, width: int, vocab: int, dtype: Dtype, seed: int) -> "Problem":
         rng = np.random.default_rng(seed)
-        h_ND = _rounded(rng.normal(size=(tokens, width)), dtype)
-        table_VD = _rounded(rng.normal(size=(vocab, width)) / np.sqrt(width), dtype)
-        targets_N = rng.integers(0, vocab, tokens).astype(np.int32)
-        dz_NV = _rounded(rng.standard_normal((tokens, vocab), np.float32), dtype)
         return Problem(
-            dtype, h_ND, table_VD, targets_N, dz_NV, *cross_entropy(h_ND, table_VD, targets_N)
+            dtype,
+            _rounded(rng.normal(size=(tokens, width)), dtype),
+            _rounded(rng.normal(size=(vocab, width)) / np.sqrt(width), dtype),
+            rng.integers(0, vocab, tokens).astype(np.int32),
+            _rounded(rng.standard_normal((tokens, vocab), np.float32), dtype),
         )
+
+    @functools.cached_property
+    def answer(self) -> tuple[float, np.ndarray, np.ndarray]:
+        return cross_entropy(self.h_ND, self.table_VD, self.targets_N)
 
     def check(self, found: Gradients) -> Sequence[Deviation]:
         of_loss, of_gradient = LIMITS[self.dtype]
-        return (
-            Deviation.of("the loss", found[0], self.loss, of_loss),
-            Deviation.of("dh", found[1], self.dh_ND, of_gradient),
-            Deviation.of("dtable", found[2], self.dtable_VD, of_gradient),
-        )
+        limits = (of_loss, of_gradient, of_gradient)
+        names = ("the loss", "dh", "dtable")
+        return [Deviation.of(*each) for each in zip(names, found, self.answer, limits, strict=True)]
 
     def check_products(self, z_NV: Any, dh_ND: Any, dtable_VD: Any) -> Sequence[Deviation]:
         """Of the floor, by a few rows of each product."""
@@ -156,14 +155,13 @@ def in_jax(problem: Problem, loss: Callable[[jax.Array, jax.Array, jax.Array], j
     return Ready(run, check, Memory.of(compiled))
 
 
-def ours(problem: Problem, chunk: int | None) -> Ready:
+def ours(problem: Problem) -> Ready:
     layout = Layout.make()
     scoring = Scoring(layout, Sizes.make(len(problem.table_VD), 1, (), layout))
-    objective = Objective() if chunk is None else Objective(chunk=chunk)
 
     def loss(h_ND: jax.Array, table_VD: jax.Array, targets_N: jax.Array) -> jax.Array:
         batch = (h_ND[None], table_VD, targets_N[None])
-        return linear_cross_entropy(scoring, objective, *batch).total
+        return linear_cross_entropy(scoring, Objective(), *batch).total
 
     return in_jax(problem, loss)
 
@@ -217,7 +215,11 @@ def in_torch(problem: Problem, threads: int, loss: Callable[[Any, Any, Any, Any]
         value = loss(torch, h_ND, table_VD, targets_N)
         return (value.detach(), *torch.autograd.grad(value, (h_ND, table_VD)))
 
-    return Ready(run, lambda: problem.check(tuple(x.double().numpy() for x in run())))  # type: ignore[arg-type]
+    def check() -> Sequence[Deviation]:
+        value, dh_ND, dtable_VD = (x.double().numpy() for x in run())
+        return problem.check((value, dh_ND, dtable_VD))
+
+    return Ready(run, check)
 
 
 def torch_full(problem: Problem, threads: int) -> Ready:
@@ -281,7 +283,7 @@ def floor_in_torch(problem: Problem, threads: int) -> Ready:
 def candidates(case: str, problem: Problem, options: Options) -> list[Candidate]:
     threads = options.threads
     makers: dict[str, Callable[[], Ready]] = {
-        OURS: lambda: ours(problem, options.chunk),
+        OURS: lambda: ours(problem),
         OPTAX: lambda: full(problem),
         SCAN: lambda: scan(problem),
         TOKAMAX[0]: lambda: tokamax(problem, "xla"),
@@ -295,22 +297,11 @@ def candidates(case: str, problem: Problem, options: Options) -> list[Candidate]
 
 
 def measured(options: Options) -> list[Record]:
-    """Case by case: they share nothing, and the largest fills the memory."""
-    records: list[Record] = []
-    for vocab in options.vocab:
-        for dtype in options.dtype:
-            case = f"{dtype}, V {vocab:,}, D {options.width}, N {options.tokens:,}"
-            how = options.how
-            problem = Problem.draw(options.tokens, options.width, vocab, dtype, how.seed)
-            records += measure(
-                candidates(case, problem, options),
-                {case: FLOORS},
-                rounds=how.rounds,
-                retries=how.retries,
-                seed=how.seed,
-            )
-            jax.clear_caches()
-    return runner.with_machine(records)
+    case = f"{options.dtype}, V {options.vocab:,}, D {options.width}, N {options.tokens:,}"
+    how = options.how
+    problem = Problem.draw(options.tokens, options.width, options.vocab, options.dtype, how.seed)
+    listed = candidates(case, problem, options)
+    return measure(listed, {case: FLOORS}, how.rounds, how.retries, how.seed)
 
 
 def targets(cases: Sequence[str]) -> list[Target]:

@@ -26,14 +26,14 @@ class Target:
 
     Attributes:
       against: alternatives, of which the smallest counts; each a sum of candidates.
-      quantity: seconds, or one of `Memory`'s.
+      quantity: seconds, one of `Memory`'s, or the bytes of all collectives.
     """
 
     what: str
     limit: float
     ours: Key
     against: tuple[tuple[Key, ...], ...]
-    quantity: Literal["seconds", "temporaries", "peak", "outputs"] = "seconds"
+    quantity: Literal["seconds", "temporaries", "peak", "collectives"] = "seconds"
 
     def reached(self, records: Iterable[Record]) -> float | None:
         """The ratio in records of one allocator; None where something of it was not measured."""
@@ -41,6 +41,8 @@ class Target:
         for record in records:
             if self.quantity == "seconds":
                 found = record["seconds"]
+            elif self.quantity == "collectives":
+                found = [sum((record["collectives"] or {}).values())]
             else:
                 found = [record["memory"][self.quantity]] if record["memory"] else []
             if record["status"] == "ok" and found:
@@ -133,7 +135,8 @@ def _case_table(records: Sequence[Record]) -> str:
     header = ["candidate"]
     for malloc in mallocs if timed else ():
         header += [f"ms ({malloc})", "× floor"]
-    header += ["temporaries MB", "outputs MB", "error"]
+    moves = any(record["collectives"] is not None for record in records)
+    header += ["temporaries MB", "outputs MB", "peak MB", *["collectives"] * moves, "error"]
     rows = []
     for name in dict.fromkeys(record["candidate"] for record in records):
         mine = {record["malloc"]: record for record in records if record["candidate"] == name}
@@ -172,7 +175,7 @@ def _target_row(target: Target, records: Sequence[Record]) -> list[str] | None:
 
 
 def picture(records: Sequence[Record], path: Path) -> None:
-    """Bars: milliseconds of each candidate, or megabytes where nothing was timed; one panel per case."""
+    """One panel per case: milliseconds, or where nothing was timed megabytes (of collectives, else of temporaries)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -218,4 +221,6 @@ def _length(record: Record | None, timed: bool) -> float:
         return 0.0
     if timed:
         return median(record["seconds"]) * 1e3 if record["seconds"] else 0.0
+    if record["collectives"]:
+        return sum(record["collectives"].values()) / 1e6
     return record["memory"]["temporaries"] / 1e6 if record["memory"] else 0.0

@@ -37,14 +37,14 @@ class Rounds:
       retries: how often the rounds are repeated while the floor spreads by more than a tenth.
       seed: of the data and the orders.
       default_malloc: with the default allocator alone.
-      out: gets results/NAME.jsonl, results/NAME.md and NAME.png; cases measured earlier stay. None: runs/bench.
+      out: gets results/NAME.jsonl, results/NAME.md and NAME.png; cases measured earlier stay.
     """
 
     rounds: int = 7
     retries: int = 2
     seed: int = 0
     default_malloc: bool = False
-    out: Path | None = None
+    out: Path = Path("runs/bench")
 
 
 def run(
@@ -70,9 +70,11 @@ def run(
     if flags.rounds < 1 or flags.retries < 0:
         raise UserError(f"--rounds {flags.rounds} --retries {flags.retries}: at least 1 and 0")
     if path := os.environ.get(_WORKER):
-        write_atomic(Path(path), _lines(measured()))
+        write_atomic(
+            Path(path), _lines([{**record, "machine": machine()} for record in measured()])
+        )
         return
-    out = flags.out or Path("runs") / "bench"
+    out = flags.out
     command = shlex.join(["run.py", "bench", name, *words])
     mallocs = ["default"] if flags.default_malloc or not is_timed else ["retained", "default"]
     records: list[Record] = []
@@ -109,12 +111,6 @@ def _in_process(name: str, words: Sequence[str], settings: dict[str, str]) -> li
         if done.returncode:
             raise UserError(f"bench {name} stopped with exit code {done.returncode}")
         return read(path)
-
-
-def with_machine(records: list[Record]) -> list[Record]:
-    """The records with what they were measured on."""
-    here = machine()
-    return [{**record, "machine": here} for record in records]
 
 
 def _lines(records: Sequence[Record]) -> str:
