@@ -91,9 +91,12 @@ class Problem:
 
     def check(self, found: Gradients) -> Sequence[Deviation]:
         of_loss, of_gradient = LIMITS[self.dtype]
-        limits = (of_loss, of_gradient, of_gradient)
-        names = ("the loss", "dh", "dtable")
-        return [Deviation.of(*each) for each in zip(names, found, self.answer, limits, strict=True)]
+        loss, dh_ND, dtable_VD = self.answer
+        return (
+            Deviation.of("the loss", found[0], loss, of_loss),
+            Deviation.of("dh", found[1], dh_ND, of_gradient),
+            Deviation.of("dtable", found[2], dtable_VD, of_gradient),
+        )
 
     def check_products(self, z_NV: Any, dh_ND: Any, dtable_VD: Any) -> Sequence[Deviation]:
         """Of the floor, by a few rows of each product."""

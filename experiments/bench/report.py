@@ -110,7 +110,9 @@ def text(records: Sequence[Record], targets: Sequence[Target]) -> str:
     parts = ["Machine: " + ", ".join(f"{name} {value}" for name, value in latest.items())]
     for case in dict.fromkeys(record["case"] for record in records):
         mine = [record for record in records if record["case"] == case]
-        parts += [f"**{case}**", _case_table(mine), _rounds(mine)]
+        parts += [f"**{case}**", _case_table(mine)]
+        if notes := _rounds(mine):
+            parts.append(notes)
     if rows := [row for target in targets if (row := _target_row(target, records))]:
         mallocs = _allocators(records)
         parts.append(markdown_table(("target", "at most", *mallocs), rows))
@@ -149,9 +151,11 @@ def _case_table(records: Sequence[Record]) -> str:
             row.append(f"{median(seconds) * 1e3:,.1f}" if seconds else "–")
             row.append(f"{ratio(seconds, floor):.2f}" if seconds and floor else "–")
         memory = first["memory"]
-        row += [
-            f"{memory[key] / 1e6:,.1f}" if memory else "–" for key in ("temporaries", "outputs")
-        ]
+        sizes = ("temporaries", "outputs", "peak")
+        row += [f"{memory[key] / 1e6:,.1f}" if memory else "–" for key in sizes]
+        if moves:
+            sent = (first["collectives"] or {}).items()
+            row.append(", ".join(f"{kind} {size / 1e6:,.2f} MB" for kind, size in sent) or "–")
         row.append("–" if first["error"] is None else f"{first['error']:.0e}")
         rows.append(row)
     return markdown_table(header, rows)

@@ -107,8 +107,12 @@ class Problem:
         moves[:64] = True
         pairs = ((p_new, p), (m_new, m), (v_new, v))
         expected = [np.where(moves, new, old) for new, old in pairs]
-        names = ("the table", "mu", "nu")
-        return [Deviation.of(*each, 1e-5) for each in zip(names, found, expected, strict=True)]
+        # torch adds ε before it corrects the bias, which shows where a gradient is small.
+        limits = {"the table": 1e-4, "mu": 1e-5, "nu": 1e-5}
+        return [
+            Deviation.of(name, found[i], expected[i], limit)
+            for i, (name, limit) in enumerate(limits.items())
+        ]
 
 
 def in_place(
@@ -125,7 +129,9 @@ def in_place(
     return Ready(run, check, Memory.of(compiled))
 
 
-def adam(p: jax.Array, m: jax.Array, v: jax.Array, count: jax.Array, g: jax.Array) -> Any:
+def adam(arrays: Sequence[jax.Array], count: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+    """Table, mu, nu and count after a step with the gradient g of all their rows."""
+    p, m, v = arrays
     moves, state = ADAM.update(g, optax.ScaleByAdamState(count, m, v))
     return p - LR * moves, state.mu, state.nu, state.count
 
@@ -133,14 +139,18 @@ def adam(p: jax.Array, m: jax.Array, v: jax.Array, count: jax.Array, g: jax.Arra
 def dense(problem: Problem) -> Ready:
     shape = (problem.vocab, problem.width)
     g_VD = jnp.zeros(shape).at[problem.rows_U].set(problem.g_UD)
-    return in_place(problem, adam, g_VD, is_dense=True)
+
+    def step(p: Any, m: Any, v: Any, count: Any, g_VD: jax.Array) -> Any:
+        return adam((p, m, v), count, g_VD)
+
+    return in_place(problem, step, g_VD, is_dense=True)
 
 
 def by_plan(problem: Problem, state: Sequence[jax.Array], plan: Plan, g: Any) -> Any:
     """Fetches rows and moments, updates them with the gradient that `g` makes of the table's, and puts them back."""
     *arrays, count = state
     views = [touched.fetch(problem.layout, array, plan) for array in arrays]
-    *new, count = adam(*views, count, g(views[0]))
+    *new, count = adam(views, count, g(views[0]))
     pairs = zip(arrays, new, strict=True)
     return (*(touched.commit(problem.layout, array, plan, view) for array, view in pairs), count)
 
@@ -186,7 +196,7 @@ def floor(problem: Problem) -> Ready:
 
     def step(p: Any, m: Any, v: Any, count: Any, rows_U: jax.Array, g_UD: jax.Array) -> Any:
         arrays = (p, m, v)
-        *new, count = adam(*(array.at[rows_U].get(**known) for array in arrays), count, g_UD)
+        *new, count = adam([array.at[rows_U].get(**known) for array in arrays], count, g_UD)
         pairs = zip(arrays, new, strict=True)
         return (*(array.at[rows_U].set(rows, **known) for array, rows in pairs), count)
 
