@@ -70,6 +70,7 @@ def run(
     if flags.rounds < 1 or flags.retries < 0:
         raise UserError(f"--rounds {flags.rounds} --retries {flags.retries}: at least 1 and 0")
     if path := os.environ.get(_WORKER):
+        del sys.argv[1:]  # absl, which tokamax brings, would take them for its own
         write_atomic(
             Path(path), _lines([{**record, "machine": machine()} for record in measured()])
         )
