@@ -43,6 +43,7 @@ usage: run.py COMMAND ...
   sample RUN --prompt TEXT   continue a text
   inspect RUN                what a run is, how far it got, what it holds
   experiment NAME [...]      run an experiment; without a name, list them
+  bench NAME [flags]         time a part against its peers; without a name, list the benches
   configs                    list the configs
 
 examples:
@@ -95,6 +96,7 @@ def _dispatch(words: list[str]) -> None:
         "sample": _sample,
         "inspect": _inspect,
         "experiment": _experiment,
+        "bench": _bench,
         "configs": _configs,
     }
     if not words or words[0] in ("-h", "--help", "help"):
@@ -314,6 +316,13 @@ def _experiment(words: list[str]) -> None:
         print(describe.table(("experiment", "question"), known.items()) if known else "none yet")
         return
     find.load_experiment(words[0]).main(words[1:])
+
+
+def _bench(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(describe.table(("bench", "what it measures"), find.benches().items()))
+        return
+    find.load_bench(words[0]).main(words[1:])
 
 
 def _configs(words: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Finds configs and experiments: beside the package in a checkout, inside it in an installed copy.
+"""Finds configs, experiments and benches: beside the package in a checkout, inside it in an installed copy.
 
-Either way they import as `vocabjax.configs.NAME` and `vocabjax.experiments.NAME.run`.
+Either way they import as `vocabjax.configs.NAME`, `vocabjax.experiments.NAME.run` and `vocabjax.experiments.bench.NAME`.
 """
 
 import ast
@@ -27,6 +27,16 @@ def experiments() -> dict[str, str]:
     """Name of each experiment → its one-line summary."""
     paths = sorted(_home("experiments").glob("*/run.py"))
     return {path.parent.name: _summary(path) for path in paths}
+
+
+def benches() -> dict[str, str]:
+    """Name of each bench → its one-line summary. What they share has no `main`."""
+    paths = sorted((_home("experiments") / "bench").glob("*.py"))
+    return {
+        path.stem: _summary(path)
+        for path in paths
+        if "\ndef main(" in path.read_text(encoding="utf-8")
+    }
 
 
 def load_config(name: str) -> tuple[str, Config]:
@@ -61,6 +71,14 @@ def load_experiment(name: str) -> ModuleType:
     if name not in experiments():
         raise UserError(f"no experiment {name!r}{nearest(name, experiments())}")
     return _import(f"vocabjax.experiments.{name}.run", _home("experiments") / name / "run.py")
+
+
+def load_bench(name: str) -> ModuleType:
+    """A bench's module; its `main(arguments)` runs it. Raises UserError as `load_config`."""
+    if name not in benches():
+        raise UserError(f"no bench {name!r}{nearest(name, benches())}")
+    path = _home("experiments") / "bench" / f"{name}.py"
+    return _import(f"vocabjax.experiments.bench.{name}", path)
 
 
 def _home(kind: str) -> Path:
