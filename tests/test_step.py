@@ -1,25 +1,45 @@
 """What the compiled training step holds and sends."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hlo import collectives, compiled_text
-from models import layout_on
+from models import layout_on, random_params
 
 from vocabjax.model import Blueprint
-from vocabjax.optim import OptimConfig, make_optimizer
-from vocabjax.state import abstract_state
-from vocabjax.step import make_step
+from vocabjax.optim import GroupConfig, OptimConfig, make_optimizer
+from vocabjax.paths import by_path
+from vocabjax.state import abstract_state, init_state
+from vocabjax.step import make_step, to_device
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.heads.factorized import FactorizedHead
-from vocabjax.vocab.heads.linear import UntiedHead
+from vocabjax.vocab.heads.linear import MatrixHead, UntiedHead
 from vocabjax.vocab.inputs.factorized import FactorizedTable
 from vocabjax.vocab.inputs.hashed import HashTable
 from vocabjax.vocab.inputs.over_encoding import OverEncoding
-from vocabjax.vocab.interfaces import Objective
+from vocabjax.vocab.interfaces import Context, Head, Input, Loss, Objective
+
+
+@dataclass(frozen=True)
+class DoubledHead(UntiedHead):
+    kind: ClassVar[str] = "doubled"
+
+    def build(self, context: Context, objective: Objective, input: Input) -> Head:
+        return Doubled(self, context, objective, input)
+
+
+class Doubled(MatrixHead):
+    """A loss of its own."""
+
+    def loss(self, *arguments: Any) -> Loss:
+        loss = super().loss(*arguments)
+        return loss._replace(total=2 * loss.total)
+
 
 TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=8, head_dim=4, ffn=16)
 TIED = VocabConfig(size=4096, width=24, multiple=2, objective=Objective(chunk=16))
@@ -60,3 +80,32 @@ def test_the_scored_table_is_reduced_once_a_step_whatever_else_reads_it(
             ("all-reduce", shard)
         ]
     assert not [found for found in collectives(text) if 4096 in found[1]]
+
+
+def test_a_head_with_a_loss_of_its_own_is_trained_on_it() -> None:
+    """And not on what the head it extends would have accumulated: with plain SGD, twice the loss moves everything twice as far."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 32, (1, 2, 5)).astype(np.int32)
+    host = {"ids": ids[..., :4], "targets": ids[..., 1:], "segment": ids[..., :4] * 0}
+    host["position"] = np.broadcast_to(np.arange(4, dtype=np.int32), (1, 2, 4))
+    groups = {
+        role: GroupConfig(optimizer="sgd", weight_decay=0.0)
+        for role in ("embed", "head", "matrix", "vector")
+    }
+    config = OptimConfig(lr=0.1, schedule="constant", warmup=0, clip=None, **groups)
+    moved = []
+    for head in (UntiedHead(), DoubledHead()):
+        vocab = VocabConfig(size=32, width=16, multiple=1, head=head)
+        blueprint = Blueprint(vocab, replace(TRUNK, layers=1), layout_on("data=1,model=1"))
+        with jax.set_mesh(blueprint.layout.mesh):
+            optimizer = make_optimizer(config, blueprint.infos.values(), 1)
+            batch = to_device(blueprint.layout, host, None, "batch", "seq")
+            state = init_state(optimizer, random_params(blueprint))
+            state, _ = make_step(blueprint, optimizer)(state, batch)
+        start = by_path(random_params(blueprint))
+        moved.append(
+            {path: np.asarray(x - start[path]) for path, x in by_path(state.params).items()}
+        )
+    for path, once in moved[0].items():
+        assert abs(once).max() > 0
+        np.testing.assert_allclose(moved[1][path], 2 * once, rtol=1e-2, atol=1e-5, err_msg=path)

@@ -71,7 +71,7 @@ def machine() -> dict[str, str]:
         ),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "system": platform.platform(terse=True),
+        "system": platform.system(),
         "python": platform.python_version(),
         **versions,
     }

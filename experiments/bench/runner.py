@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vocabjax.errors import UserError
 from vocabjax.files import write_atomic
@@ -36,14 +37,14 @@ class Rounds:
       rounds: of all candidates, after one that warms up.
       retries: how often the rounds are repeated while the floor spreads by more than a tenth.
       seed: of the data and the orders.
-      default_malloc: with the default allocator alone.
+      allocator: which to measure with.
       out: gets results/NAME.jsonl, results/NAME.md and NAME.png; cases measured earlier stay.
     """
 
     rounds: int = 7
     retries: int = 2
     seed: int = 0
-    default_malloc: bool = False
+    allocator: Literal["both", "retained", "default"] = "both"
     out: Path = Path("runs/bench")
 
 
@@ -77,7 +78,8 @@ def run(
         return
     out = flags.out
     command = shlex.join(["run.py", "bench", name, *words])
-    mallocs = ["default"] if flags.default_malloc or not is_timed else ["retained", "default"]
+    both = ["retained", "default"] if is_timed else ["default"]
+    mallocs = both if flags.allocator == "both" else [flags.allocator]
     records: list[Record] = []
     for malloc in mallocs:
         found = _in_process(name, words, RETAINED if malloc == "retained" else {})

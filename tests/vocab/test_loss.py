@@ -11,10 +11,15 @@ from jax import lax
 from meshes import EVERYWHERE, SOME, layout_of, put
 
 from vocabjax.mesh import Layout
+from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.interfaces import Loss, Objective
-from vocabjax.vocab.loss import linear_cross_entropy, reference_cross_entropy
+from vocabjax.vocab.loss import (
+    accumulate_cross_entropy,
+    linear_cross_entropy,
+    reference_cross_entropy,
+)
 from vocabjax.vocab.per_token import per_token
-from vocabjax.vocab.scores import Scoring, linear_logits
+from vocabjax.vocab.scores import Scoring, chunk_size, linear_logits
 from vocabjax.vocab.sizes import Sizes
 
 # With `MULTIPLE` = 2 every layout has padding, and on eight shards of rows the last holds nothing but padding.
@@ -71,7 +76,7 @@ def scoring_of(layout: Layout, setting: Setting) -> Scoring:
     return Scoring(layout, sizes, setting.scale, setting.softcap)
 
 
-def objective_of(setting: Setting, chunk: int = 5) -> Objective:
+def objective_of(setting: Setting, chunk: int | None = 5) -> Objective:
     return Objective(z_loss=setting.z_loss, label_smoothing=setting.label_smoothing, chunk=chunk)
 
 
@@ -196,7 +201,90 @@ def test_all_settings_together_equal_the_oracle_on_every_mesh(name):
         assert gradient.sharding.is_equivalent_to(layout.sharding(*axes), len(axes))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+@pytest.mark.parametrize("setting", [Setting(), ALL._replace(banned=())], ids=["plain", "all"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_table_without_padding_needs_no_mask(name, setting):
+    layout = layout_of(name)
+    sizes = Sizes.make(40, 1, (), layout)
+    assert sizes.padded == sizes.predictable == 40
+    problem = draw(setting, sizes, seed=5)
+    targets_BT = np.where(
+        problem.targets_BT == V, -1, problem.targets_BT
+    )  # an id here, not a bad label
+    problem = problem._replace(targets_BT=targets_BT)
+    scoring = Scoring(layout, sizes, setting.scale, setting.softcap)
+    loss, gradients = loss_and_gradients(scoring, objective_of(setting), problem.put(layout))
+    check(loss, gradients, oracle_of(problem, setting, sizes.allowed_V), sizes.allowed_V)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_microbatches_accumulate_to_the_gradient_of_the_batch(name, bias):
+    """Two halves, and the rows that were looked up in the same table: all in one reduction."""
+    setting = ALL._replace(bias=bias)
+    layout = layout_of(name)
+    scoring = scoring_of(layout, setting)
+    halves = [draw(setting, scoring.sizes, seed=seed) for seed in (6, 7)]
+    halves[1] = halves[1]._replace(table_VD=halves[0].table_VD, bias_V=halves[0].bias_V)
+    rng = np.random.default_rng(8)
+    ids_BT = rng.integers(-1, V + 2, (B, T)).astype(np.int32)
+    of_rows_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
+
+    @jax.jit
+    def run(halves, ids, of_rows):
+        into = Accumulator.zeros(layout, halves[0][1], halves[0][2])
+        dh = []
+        for h, table, bias_V, targets, weights in halves:
+
+            def loss_fn(h, into, table=table, bias_V=bias_V, targets=targets, weights=weights):
+                loss, into = accumulate_cross_entropy(
+                    scoring,
+                    objective_of(setting),
+                    h,
+                    table,
+                    targets,
+                    weights,
+                    into,
+                    bias_V=bias_V,
+                    normalizer=jnp.float32(9),
+                )
+                return loss.total, into
+
+            (_, into), of_h = jax.value_and_grad(loss_fn, has_aux=True)(h, into)
+            dh.append(of_h)
+        return dh, into.total(layout, ids, of_rows, logical=V)
+
+    dh, (dtable_VD, dbias_V) = run(
+        [half.put(layout) for half in halves],
+        put(layout, ids_BT, "batch", "seq"),
+        put(layout, of_rows_BTD, "batch", "seq", None),
+    )
+    expected = [oracle_of(half, setting, scoring.sizes.allowed_V, 9.0) for half in halves]
+    for got, want in zip(dh, expected, strict=True):
+        np.testing.assert_allclose(got, want.dh_BTD, rtol=1e-5, atol=1e-6)
+    read_VD = np.zeros((scoring.sizes.padded, D))
+    read_VD[:V] = oracles.scatter_add((V, D), ids_BT, of_rows_BTD)
+    whole = expected[0].dtable_VD + expected[1].dtable_VD + read_VD
+    np.testing.assert_allclose(dtable_VD, whole, rtol=1e-5, atol=1e-5)
+    assert (dbias_V is None) == (not bias)
+    if bias:
+        whole = expected[0].dbias_V + expected[1].dbias_V
+        np.testing.assert_allclose(dbias_V, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_chosen_chunk_keeps_to_its_bounds():
+    layout = layout_of("none")
+    assert chunk_size(layout, 50_304, 7) == 7
+    sizes = [chunk_size(layout, rows, None) for rows in (1, 4096, 50_304, 10**6)]
+    assert sizes == [
+        8192,
+        1024,
+        384,
+        384,
+    ]  # 16 MiB of float32 scores where that is 384 tokens or more
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1000, None])
 def test_the_chunk_changes_nothing(chunk):
     layout = layout_of(SHARDED)  # 16 tokens per device
     scoring = scoring_of(layout, ALL)

@@ -165,8 +165,10 @@ class MatrixHead(Head):
         h_BTE = self.transform(shared, h_BTD)
         return linear_logits(self.scoring, h_BTE, self._rows(shared), self._bias())
 
-    def scored(self, shared: Shared) -> tuple[jax.Array, jax.Array | None]:
-        return self._rows(shared), self._bias()
+    def scored(self, shared: Shared) -> tuple[jax.Array | None, jax.Array | None]:
+        # Of a subclass with a loss of its own, that loss is the one to differentiate.
+        is_ours = type(self).loss is MatrixHead.loss
+        return (self._rows(shared), self._bias()) if is_ours else (None, None)
 
     def loss(
         self,
