@@ -186,9 +186,9 @@ def train(
                     quiet=quiet,
                 )
             )
-            trainer = _Trainer(setup, run, checkpoints, log, batches, state)
             profiler = Profiler(run.directory / "profile") if profile else None
-            summary = summary_dict(trainer.fit(profiler))
+            trainer = _Trainer(setup, run, checkpoints, log, batches, state, profiler)
+            summary = summary_dict(trainer.fit())
         if jax.process_index() == 0:
             run.finish(summary)
         return summary
@@ -310,7 +310,9 @@ class _Trainer:
         log: Log,
         batches: Any,
         state: State,
+        profiler: Profiler | None,
     ) -> None:
+        self.profiler = profiler
         self.setup, self.run, self.checkpoints, self.log = setup, run, checkpoints, log
         self.batches, self.state = batches, state
         self.resumed_at = int(state.step)
@@ -322,8 +324,8 @@ class _Trainer:
         self.settled = self.resumed_at
         self.window: list[Scalars] = []  # of the settled steps that are not logged yet
 
-    def fit(self, profiler: Profiler | None = None) -> Summary:
-        settings = self.setup.config.train
+    def fit(self) -> Summary:
+        settings, profiler = self.setup.config.train, self.profiler
         held = contextlib.nullcontext() if profiler is None else contextlib.closing(profiler)
         with self.log, _stop_signals() as stop, held:
             if self.resumed_at:
