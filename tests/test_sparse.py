@@ -248,7 +248,7 @@ def test_torch_sparse_adam() -> None:
     data = np.load(FIXTURES / "sparse_adam.npz")
     rows, width = data["initial"].shape
     vocab = VocabConfig(size=rows, width=width, multiple=1, head=UntiedHead())
-    blueprint = Blueprint(vocab, replace(TRUNK, heads=1, kv_heads=1, head_dim=2), layout_on(ONE))
+    blueprint = Blueprint(vocab, replace(TRUNK, heads=1, kv_heads=1, head_dim=4), layout_on(ONE))
     b1, b2 = map(float, data["betas"])
     group = GroupConfig(sparse="lazy", weight_decay=0.0, b1=b1, b2=b2)
     config = OptimConfig(
