@@ -34,6 +34,13 @@ def test_the_library_section_runs() -> None:
     exec(compile(code, "README.md", "exec"), {})
 
 
+def test_the_loss_alone_runs() -> None:
+    (code,) = python_blocks("docs/performance.md")
+    code = code.replace("50_257", "257").replace("768", "16").replace("(8, 128", "(8, 4")
+    code += "\nassert jnp.allclose(each.total.mean(), loss.nll / loss.weight)\n"
+    exec(compile(code, "performance.md", "exec"), {})
+
+
 def test_the_variant_of_the_guide_trains(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -515,11 +515,69 @@ def test_only_the_total_is_differentiable(field):
 
         return jax.grad(loss_fn, (0, 1, 2, 3))(h, table, bias, weights)
 
-    *got, dweights = gradients(h, table, bias, weights)
+    got = gradients(h, table, bias, weights)
     expected = oracle_of(problem, ALL, scoring.sizes.allowed_V)
-    for gradient, oracle in zip(got, expected[-3:], strict=True):
+    theirs = (*expected[-3:], by_weight(problem, ALL, scoring.sizes.allowed_V))
+    for gradient, oracle in zip(got, theirs, strict=True):
         np.testing.assert_allclose(gradient, 3 * oracle, rtol=1e-5, atol=1e-6)
-    assert not np.asarray(dweights).any()
+
+
+def by_weight(problem: Problem, setting: Setting, allowed_V: np.ndarray) -> np.ndarray:
+    """d total / d weight, by finite differences of the oracle; the objective of a token of weight 0 is left out as 0."""
+    whole = oracle_of(problem, setting, allowed_V)
+    gradient = np.where(problem.weights_BT == 0, -whole.total / whole.weight, 0)
+    for at in np.argwhere(problem.weights_BT > 0):
+        totals = []
+        for sign in (1, -1):
+            moved = problem.weights_BT.astype(np.float64)
+            moved[tuple(at)] += sign * 1e-5
+            totals.append(oracle_of(problem._replace(weights_BT=moved), setting, allowed_V).total)
+        gradient[tuple(at)] = (totals[0] - totals[1]) / 2e-5
+    return gradient
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_each_token_apart(name):
+    """Without a reduction: the objective of every token, and the gradient of a sum in which each has a factor of its own."""
+    layout = layout_of(name)
+    scoring = scoring_of(layout, ALL)
+    problem = draw(ALL, scoring.sizes)
+    factor_BT = np.random.default_rng(3).normal(size=(B, T)).astype(np.float32)
+
+    @jax.jit
+    def run(h, table, bias, targets, weights, factor):
+        def loss_fn(h, table, bias, weights):
+            loss = linear_cross_entropy(
+                scoring,
+                objective_of(ALL),
+                h,
+                table,
+                targets,
+                weights,
+                bias_V=bias,
+                reduction="none",
+            )
+            return (factor * loss.total).sum(), loss
+
+        return jax.value_and_grad(loss_fn, (0, 1, 2, 3), has_aux=True)(h, table, bias, weights)
+
+    with jax.set_mesh(layout.mesh):
+        (_, loss), (*gradients, dweights) = run(
+            *problem.put(layout), put(layout, factor_BT, "batch", "seq")
+        )
+    # The same sum is a mean of tokens weighted by weight · factor, times the sum of those weights.
+    allowed_V = scoring.sizes.allowed_V
+    weighted = problem._replace(weights_BT=problem.weights_BT * factor_BT)
+    expected = oracle_of(weighted, ALL, allowed_V, normalizer=1.0)
+    np.testing.assert_allclose((factor_BT * loss.total).sum(), expected.total, rtol=2e-5)
+    for gradient, oracle in zip(gradients, expected[-3:], strict=True):
+        np.testing.assert_allclose(gradient, oracle, rtol=1e-4, atol=2e-5)
+    plain = oracle_of(problem, ALL, allowed_V, normalizer=1.0)
+    for field in ("total", "nll", "z", "weight"):
+        np.testing.assert_allclose(getattr(loss, field).sum(), getattr(plain, field), rtol=2e-5)
+    assert (loss.tokens, loss.invalid) == (plain.tokens, plain.invalid)
+    cost_BT = np.where(problem.weights_BT > 0, loss.total / problem.weights_BT, 0)
+    np.testing.assert_allclose(dweights, factor_BT * cost_BT, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -254,12 +254,12 @@ class Vocab(nnx.Module):
         tokens: Tokens | None = None,
         shared: Shared | None = None,
     ) -> Loss:
-        """The training loss; only `.total` is differentiable, in h and the parameters.
+        """The training loss; only `.total` is differentiable: in h, the parameters, weights and normaliser.
 
         Args:
           h_BTD: hidden states.
           targets_BT: labels, already shifted (position t holds the token that follows t); −100 is ignored.
-          weights_BT: per token; not differentiable.
+          weights_BT: per token; one of weight 0 is left out, whatever its hidden state holds.
           normalizer: what the total is divided by; None: the sum of the weights of this call.
           tokens: the tokens h_BTD came from, for heads that look at documents.
           shared: what the input lends, when it was made beforehand.

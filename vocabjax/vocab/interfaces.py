@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """float32 scalars. Only `total` is differentiable; the sums are over all tokens of all shards.
+    """float32 scalars. `total` is differentiable, the others are reports; the sums are over all tokens of all shards.
 
     Attributes:
       total: (Σ weight · objective) / normaliser; the objective is the cross-entropy and all that `Objective` adds to it.

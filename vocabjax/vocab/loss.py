@@ -5,13 +5,14 @@
 
 Tokens go through in chunks; while a chunk's logits exist, its gradients are taken too ("gradient in forward": three
 matrix products instead of the four of recomputation); the reductions of dh and dtable stand outside the loop.
-Since the gradients are those of one scalar, only `total` is differentiable, and only in h, table and bias.
+Since the gradients are those of one scalar, only `total` is differentiable: in h, table, bias, weights and normaliser.
+Where each token has a cotangent of its own (`reduction="none"`), the backward recomputes: `per_token.py`.
 
 Source of z-loss: PaLM (arXiv:2204.02311, section 5).
 """
 
 import functools
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,14 @@ from jax.sharding import PartitionSpec
 
 from vocabjax.vocab.accumulator import Accumulator
 from vocabjax.vocab.interfaces import Loss, Objective
-from vocabjax.vocab.labels import count_labels, inverse_or_zero, label_weights, valid_labels
+from vocabjax.vocab.labels import (
+    count_labels,
+    inverse_or_zero,
+    label_weights,
+    valid_labels,
+    where_counted,
+)
+from vocabjax.vocab.per_token import per_token
 from vocabjax.vocab.scores import (
     ChunkStatistics,
     Scoring,
@@ -35,7 +43,7 @@ from vocabjax.vocab.sizes import Sizes
 from vocabjax.vocab.table import TokenAxes
 
 
-@functools.partial(jax.jit, static_argnames=("scoring", "objective"))
+@functools.partial(jax.jit, static_argnames=("scoring", "objective", "reduction"))
 def linear_cross_entropy(
     scoring: Scoring,
     objective: Objective,
@@ -46,6 +54,7 @@ def linear_cross_entropy(
     *,
     bias_V: jax.Array | None = None,
     normalizer: jax.Array | None = None,
+    reduction: Literal["mean", "none"] = "mean",
 ) -> Loss:
     """The loss of a linear head. See the module's docstring for the equation.
 
@@ -54,13 +63,20 @@ def linear_cross_entropy(
       table_VD: float32 [Vp, D], rows sharded over the vocabulary axis.
       targets_BT: int32 labels. −100 is ignored; any other label that may not be predicted is ignored and counted in
         `invalid`.
-      weights_BT: float32, not differentiable; None: 1.
+      weights_BT: float32; None: 1. A token of weight 0 is left out, whatever its hidden state holds: its objective counts as
+        0, also in the gradient of the weight.
       normalizer: what `total` is divided by; None: Σ weight over the whole batch. Pass the sum over all microbatches
         when accumulating gradients. 0 gives a total of 0 and zero gradients.
+      reduction: "none" keeps what is summed apart: `total`, `nll`, `z` and `weight` are [B, T], and what is a divisor by
+        default is 1. Any function of `total` may then be minimised, at four matrix products instead of three.
     """
+    if reduction == "none":
+        return _each_token(
+            scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer
+        )
     inputs, weight = _inputs(scoring, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer)
     sums = _cross_entropy(scoring, objective, inputs)
-    return Loss(*sums, weight, *count_labels(scoring.sizes, targets_BT))
+    return Loss(*sums, lax.stop_gradient(weight), *count_labels(scoring.sizes, targets_BT))
 
 
 @functools.partial(jax.jit, static_argnames=("scoring", "objective"))
@@ -79,12 +95,13 @@ def accumulate_cross_entropy(
     """`linear_cross_entropy`, whose gradient of table and bias goes into an accumulator instead of through `jax.grad`.
 
     For gradient accumulation: what `jax.grad` gives of a table is an array of its own, to be reduced and added up for each
-    microbatch; this adds where the sum already lies. `total` is differentiable in h alone, and must enter what is minimised
-    with a factor of 1, since that is what the accumulator takes for granted.
+    microbatch; this adds where the sum already lies. `total` is differentiable in all but table and bias, and must enter what
+    is minimised with a factor of 1, since that is what the accumulator takes for granted.
     """
     inputs, weight = _inputs(scoring, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer)
     sums, into = _accumulate(scoring, objective, inputs, into)
-    return Loss(*sums, weight, *count_labels(scoring.sizes, targets_BT)), into
+    counts = count_labels(scoring.sizes, targets_BT)
+    return Loss(*sums, lax.stop_gradient(weight), *counts), into
 
 
 def reference_cross_entropy(
@@ -135,12 +152,49 @@ def _score_gradients(objective: Objective, sizes: Sizes, at: ChunkStatistics) ->
     return dz_CR - epsilon / sizes.predictable if epsilon else dz_CR
 
 
-_Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
-_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]  # of h, table, bias
+def _each_token(
+    scoring: Scoring,
+    objective: Objective,
+    h_BTD: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array | None,
+    normalizer: jax.Array | None,
+) -> Loss:
+    sizes, epsilon = scoring.sizes, objective.label_smoothing
+    weight_BT = label_weights(sizes, targets_BT, weights_BT)
+    h_BTD = where_counted(sizes, h_BTD, targets_BT, weights_BT)
+    log_p_BT, lse_BT, smooth_BT = per_token(
+        scoring,
+        objective.chunk,
+        h_BTD,
+        table_VD,
+        targets_BT,
+        bias_V=bias_V,
+        with_mean=epsilon > 0,
+    )
+    total_BT = -(1 - epsilon) * log_p_BT
+    if smooth_BT is not None:
+        total_BT += epsilon * smooth_BT
+    if objective.z_loss:
+        total_BT += objective.z_loss * lse_BT**2
+    is_counted_BT = weight_BT != 0
+
+    def weighted(x_BT: jax.Array) -> jax.Array:
+        return weight_BT * jnp.where(is_counted_BT, x_BT, 0)
+
+    return Loss(
+        weighted(total_BT) * (1.0 if normalizer is None else inverse_or_zero(normalizer)),
+        lax.stop_gradient(weighted(-log_p_BT)),
+        lax.stop_gradient(weighted(lse_BT**2)),
+        lax.stop_gradient(weight_BT),
+        *count_labels(sizes, targets_BT),
+    )
 
 
 class _Inputs(NamedTuple):
-    """What the loss is computed from; only the first three are differentiable."""
+    """What the loss is computed from; all but the targets are differentiable."""
 
     h_BTD: jax.Array
     table_VD: jax.Array
@@ -164,34 +218,36 @@ def _inputs(
     h_BTD = layout.place(h_BTD, "batch", "seq", None)
     targets_BT = layout.place(targets_BT, "batch", "seq")
     weight_BT = label_weights(scoring.sizes, targets_BT, weights_BT)
-    weight_BT = lax.stop_gradient(layout.place(weight_BT, "batch", "seq"))
+    weight_BT = layout.place(weight_BT, "batch", "seq")
     weight = weight_BT.sum()
-    divisor = weight if normalizer is None else lax.stop_gradient(normalizer)
-    inverse = inverse_or_zero(divisor)
+    inverse = inverse_or_zero(weight if normalizer is None else normalizer)
     return _Inputs(h_BTD, table_VD, bias_V, targets_BT, weight_BT, inverse), weight
+
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # total, nll, z
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(scoring: Scoring, objective: Objective, inputs: _Inputs) -> _Sums:
-    return _run(scoring, objective, inputs)[0]
+    return _run(scoring, objective, inputs).sums(inputs)
 
 
 def _cross_entropy_fwd(
     scoring: Scoring, objective: Objective, inputs: _Inputs
-) -> tuple[_Sums, _Gradients]:
+) -> tuple[_Sums, _Inputs]:
     layout, table_VD, bias_V = scoring.layout, inputs.table_VD, inputs.bias_V
-    into = Accumulator.zeros(layout, table_VD, bias_V)
-    sums, dh_BTD, into = _run(scoring, objective, inputs, into)
-    dtable_VD, dbias_V = into.total(layout)
-    return sums, (dh_BTD, dtable_VD.astype(table_VD.dtype), dbias_V)
+    found = _run(scoring, objective, inputs, Accumulator.zeros(layout, table_VD, bias_V))
+    assert found.into is not None
+    dtable_VD, dbias_V = found.into.total(layout)
+    gradients = found.gradients(inputs)
+    gradients = gradients._replace(table_VD=dtable_VD.astype(table_VD.dtype), bias_V=dbias_V)
+    return found.sums(inputs), gradients
 
 
 def _cross_entropy_bwd(
-    scoring: Scoring, objective: Objective, gradients: _Gradients, cotangents: _Sums
+    scoring: Scoring, objective: Objective, gradients: _Inputs, cotangents: _Sums
 ) -> tuple[_Inputs]:
-    dh, dtable, dbias = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
-    nothing: Any = None
-    return (_Inputs(dh, dtable, dbias, nothing, nothing, nothing),)
+    return (jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients),)
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
@@ -206,36 +262,44 @@ def _accumulate(
 
 def _accumulate_fwd(
     scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator
-) -> tuple[tuple[_Sums, Accumulator], jax.Array]:
-    sums, dh_BTD, into = _run(scoring, objective, inputs, into)
-    return (sums, into), dh_BTD
+) -> tuple[tuple[_Sums, Accumulator], _Inputs]:
+    found = _run(scoring, objective, inputs, into)
+    assert found.into is not None
+    return (found.sums(inputs), found.into), found.gradients(inputs)
 
 
 def _accumulate_bwd(
-    scoring: Scoring, objective: Objective, dh_BTD: jax.Array, cotangents: tuple[_Sums, Any]
+    scoring: Scoring, objective: Objective, gradients: _Inputs, cotangents: tuple[_Sums, Any]
 ) -> tuple[_Inputs, None]:
-    dh_BTD = (cotangents[0][0] * dh_BTD).astype(dh_BTD.dtype)
-    nothing: Any = None
-    return _Inputs(dh_BTD, nothing, nothing, nothing, nothing, nothing), None
+    return *_cross_entropy_bwd(scoring, objective, gradients, cotangents[0]), None
 
 
 _accumulate.defvjp(_accumulate_fwd, _accumulate_bwd)
 
 
-@overload
-def _run(scoring: Scoring, objective: Objective, inputs: _Inputs) -> tuple[_Sums, None, None]: ...
+class _Found(NamedTuple):
+    """What a pass over the tokens finds: Σ weight · (objective, nll, lse²), the objective of each token and, with an
+    accumulator, the gradient of h and the accumulator with those of table and bias in it."""
 
+    weighted_3: jax.Array
+    cost_BT: jax.Array
+    dh_BTD: jax.Array | None
+    into: Accumulator | None
 
-@overload
-def _run(
-    scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator
-) -> tuple[_Sums, jax.Array, Accumulator]: ...
+    def sums(self, inputs: _Inputs) -> _Sums:
+        objective, nll, z = self.weighted_3
+        return objective * inputs.inverse, nll, z
+
+    def gradients(self, inputs: _Inputs) -> _Inputs:
+        """Of `total`; those of table and bias stand in the accumulator."""
+        by_weight_BT = jnp.where(inputs.weight_BT != 0, self.cost_BT * inputs.inverse, 0)
+        nothing: Any = None
+        return _Inputs(self.dh_BTD, nothing, nothing, nothing, by_weight_BT, self.weighted_3[0])  # type: ignore[arg-type]
 
 
 def _run(
     scoring: Scoring, objective: Objective, inputs: _Inputs, into: Accumulator | None = None
-) -> tuple[_Sums, jax.Array | None, Accumulator | None]:
-    """The sums and, with an accumulator, the gradient of h and the accumulator with those of table and bias in it."""
+) -> _Found:
     layout, sizes = scoring.layout, scoring.sizes
     axes = TokenAxes.of(layout)
     epsilon, z_loss = objective.label_smoothing, objective.z_loss
@@ -248,7 +312,7 @@ def _run(
         weight: jax.Array,
         inverse: jax.Array,
         into: Accumulator | None,
-    ) -> tuple[_Sums, jax.Array | None, Accumulator | None]:
+    ) -> _Found:
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
         h = jnp.where(weight[..., None] != 0, h, 0)  # NaN where nothing counts must not spread
         cast_RD = table_RD.astype(h.dtype)
@@ -259,7 +323,7 @@ def _run(
         # Transposed before the loop: in it, XLA would fold it into the product, which a CPU does at half the speed.
         hT_KDC = None if into is None else jnp.swapaxes(h_KCD, 1, 2)
 
-        def body(carry: Any, part: Any) -> tuple[Any, jax.Array | None]:
+        def body(carry: Any, part: Any) -> tuple[Any, tuple[jax.Array, jax.Array | None]]:
             sums, into = carry
             h_CD, t_C, w_C, hT_DC = part
             z_CR, slope_CR = local_scores(scoring, axes, h_CD, cast_RD, bias_R)
@@ -274,7 +338,7 @@ def _run(
                 [jnp.where(w_C != 0, w_C * x, 0).sum() for x in (total_C, nll_C, lse_C**2)]
             )
             if into is None:
-                return (sums, None), None
+                return (sums, None), (total_C, None)
             du_CR = _score_gradients(objective, sizes, at) * slope_CR
             # Not only p = 0: a softcapped slope or a banned target must not leak through a masked row.
             du_CR = mask_rows(sizes, axes, du_CR * (w_C * inverse)[:, None], 0)
@@ -282,24 +346,24 @@ def _run(
             dh_CD = jnp.einsum("cr,rd->cd", d_CR, cast_RD, preferred_element_type=jnp.float32)
             more = jnp.einsum("dc,cr->dr", hT_DC, d_CR, preferred_element_type=jnp.float32)
             bias = None if into.bias is None else into.bias + du_CR.sum(0)
-            return (sums, Accumulator(into.table + more, bias)), dh_CD
+            return (sums, Accumulator(into.table + more, bias)), (total_C, dh_CD)
 
         start = (jnp.zeros(3, jnp.float32), into)
-        (sums, into), dh = lax.scan(body, start, (h_KCD, t_KC, w_KC, hT_KDC))
-        total, nll, z = lax.psum(sums, axes.only_tokens)
+        (sums, into), (cost, dh) = lax.scan(body, start, (h_KCD, t_KC, w_KC, hT_KDC))
+        cost = axes.keep(join_chunks(cost[..., None], targets.shape))[..., 0]
         if dh is not None:
             dh = axes.reduce(join_chunks(dh, targets.shape)).astype(h.dtype)
-        return (total * inverse, nll, z), dh, into
+        return _Found(lax.psum(sums, axes.only_tokens), cost, dh, into)
 
     parts = None if into is None else Accumulator.specs(layout)
-    results: tuple[_Sums, jax.Array | None, Accumulator | None] = jax.shard_map(
+    found: _Found = jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(
             *(axes.spec, layout.spec("vocab", None), layout.spec("vocab")),
             *(axes.spec, axes.spec, PartitionSpec(), parts),
         ),
-        out_specs=(PartitionSpec(), axes.spec, parts),
+        out_specs=_Found(PartitionSpec(), axes.spec, axes.spec, parts),  # type: ignore[arg-type]
         check_vma=False,
     )(*inputs, into)
-    return results
+    return found

@@ -3,7 +3,7 @@
 For evaluation, and for heads whose loss is a function of several softmaxes (mixtures, bands). The forward keeps two numbers per
 token; the backward computes the scores again, chunk by chunk:
 
-    dz = g_log_p · ([is the target] − p) + g_lse · p
+    dz = g_log_p · ([is the target] − p) + g_lse · p + g_smooth · (p − 1 / predictable)
 """
 
 import functools
@@ -41,14 +41,16 @@ class PerToken(NamedTuple):
     Attributes:
       log_p: log p(target) in nats; 0, without gradient, where the label may not be predicted.
       lse: log Σ exp z over the ids that may be predicted.
+      smooth: lse − the mean of z over the ids that may be predicted, where it is asked for; 0 as log_p is.
     """
 
     log_p: jax.Array
     lse: jax.Array
+    smooth: jax.Array | None
 
 
 # Jitted: called eagerly, a `shard_map` would compile anew each time.
-@functools.partial(jax.jit, static_argnames=("scoring", "chunk"))
+@functools.partial(jax.jit, static_argnames=("scoring", "chunk", "with_mean"))
 def per_token(
     scoring: Scoring,
     chunk: int | None,
@@ -57,6 +59,7 @@ def per_token(
     targets: jax.Array,
     *,
     bias_V: jax.Array | None = None,
+    with_mean: bool = False,
 ) -> PerToken:
     """Differentiable in h, table and bias.
 
@@ -65,11 +68,12 @@ def per_token(
       h: [B, T, …, D]; dimensions after T (the components of a mixture) are not sharded.
       table_VD: float32 [Vp, D], rows sharded over the vocabulary axis.
       targets: int32, the shape of `h` without D.
+      with_mean: whether `smooth` is asked for.
     """
     layout, inner = scoring.layout, [None] * (h.ndim - 3)
     h = layout.place(h, "batch", "seq", *inner, None)
     targets = layout.place(targets, "batch", "seq", *inner)
-    return _per_token(scoring, chunk, _Inputs(h, table_VD, bias_V, targets))
+    return _per_token(scoring, chunk, with_mean, _Inputs(h, table_VD, bias_V, targets))
 
 
 def nll_loss(
@@ -80,15 +84,15 @@ def nll_loss(
     normalizer: jax.Array | None,
 ) -> Loss:
     """The loss of a head that knows −log p(target) of each token, 0 where the label is not valid. Its z is 0."""
-    weight_BT = lax.stop_gradient(label_weights(sizes, targets_BT, weights_BT))
+    weight_BT = label_weights(sizes, targets_BT, weights_BT)
     weight = weight_BT.sum()
     nll = (weight_BT * nll_BT).sum()
     divisor = weight if normalizer is None else normalizer
     return Loss(
-        nll * lax.stop_gradient(inverse_or_zero(divisor)),
+        nll * inverse_or_zero(divisor),
         lax.stop_gradient(nll),
         jnp.zeros((), jnp.float32),
-        weight,
+        lax.stop_gradient(weight),
         *count_labels(sizes, targets_BT),
     )
 
@@ -127,28 +131,29 @@ class _Inputs(NamedTuple):
 _Lse = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _per_token(scoring: Scoring, chunk: int | None, inputs: _Inputs) -> PerToken:
-    return _per_token_fwd(scoring, chunk, inputs)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _per_token(scoring: Scoring, chunk: int | None, with_mean: bool, inputs: _Inputs) -> PerToken:
+    return _per_token_fwd(scoring, chunk, with_mean, inputs)[0]
 
 
 def _per_token_fwd(
-    scoring: Scoring, chunk: int | None, inputs: _Inputs
+    scoring: Scoring, chunk: int | None, with_mean: bool, inputs: _Inputs
 ) -> tuple[PerToken, tuple[_Inputs, _Lse]]:
     sizes = scoring.sizes
     axes = TokenAxes.of(scoring.layout)
 
     def local(
         h: jax.Array, table_RD: jax.Array, bias_R: jax.Array | None, targets: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, ...]:
         h, gathered = axes.gather(h), axes.gather(targets)
         cast_RD = table_RD.astype(h.dtype)
 
         def body(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
             h_CD, t_C = part
             z_CR, _slope = local_scores(scoring, axes, h_CD, cast_RD, bias_R)
-            at = chunk_statistics(axes, sizes, z_CR, t_C)
-            return None, jnp.stack([at.target - at.log_sum, at.top, at.log_sum], -1)
+            at = chunk_statistics(axes, sizes, z_CR, t_C, with_mean=with_mean)
+            own = [at.target - at.log_sum, at.top, at.log_sum]
+            return None, jnp.stack([*own, *([] if at.mean is None else [at.log_sum - at.mean])], -1)
 
         _, found = lax.scan(
             body,
@@ -156,29 +161,37 @@ def _per_token_fwd(
             cut_chunks(chunk_size(scoring.layout, len(table_RD), chunk), *_flat(h, gathered)),
         )
         found = axes.keep(join_chunks(found, gathered.shape))
-        log_p, top, log_sum = jnp.moveaxis(found, -1, 0)
-        return jnp.where(valid_labels(sizes, targets), log_p, 0), top, log_sum
+        log_p, top, log_sum, *smooth = jnp.moveaxis(found, -1, 0)
+        is_valid = valid_labels(sizes, targets)
+        log_p, *smooth = (jnp.where(is_valid, x, 0) for x in (log_p, *smooth))
+        return log_p, top, log_sum, *smooth
 
-    log_p, top, log_sum = jax.shard_map(
+    log_p, top, log_sum, *smooth = jax.shard_map(
         local,
         mesh=scoring.layout.mesh,
         in_specs=_specs(scoring, axes),
         out_specs=axes.spec,
         check_vma=False,
     )(*inputs)
-    return PerToken(log_p, top + log_sum), (inputs, (top, log_sum))
+    found = PerToken(log_p, top + log_sum, smooth[0] if with_mean else None)
+    return found, (inputs, (top, log_sum))
 
 
 def _per_token_bwd(
-    scoring: Scoring, chunk: int | None, residuals: tuple[_Inputs, _Lse], cotangents: PerToken
+    scoring: Scoring,
+    chunk: int | None,
+    with_mean: bool,
+    residuals: tuple[_Inputs, _Lse],
+    cotangents: PerToken,
 ) -> tuple[_Inputs]:
     inputs, (top, log_sum) = residuals
     sizes = scoring.sizes
     axes = TokenAxes.of(scoring.layout)
     is_valid = valid_labels(sizes, inputs.targets)
-    numbers = jnp.stack(
-        [jnp.where(is_valid, cotangents.log_p, 0), cotangents.lse, top, log_sum], -1
-    )
+    g_log_p, g_lse, g_smooth = cotangents
+    of_valid = [g_log_p] if g_smooth is None else [g_log_p, g_smooth]
+    of_valid = [jnp.where(is_valid, g, 0) for g in of_valid]
+    numbers = jnp.stack([top, log_sum, g_lse, *of_valid], -1)
 
     def local(
         h: jax.Array,
@@ -195,12 +208,14 @@ def _per_token_bwd(
 
         def body(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             dtable_RD, dbias_R = carry
-            h_CD, t_C, n_C4 = part
-            g_log_p, g_lse, top, log_sum = jnp.moveaxis(n_C4[..., None], 1, 0)
+            h_CD, t_C, n_CX = part
+            top, log_sum, g_lse, g_log_p, *g_smooth = jnp.moveaxis(n_CX[..., None], 1, 0)
             z_CR, slope_CR = local_scores(scoring, axes, h_CD, cast_RD, bias_R)
             is_target_CR = jnp.arange(rows) == (t_C - start)[:, None]
-            dz_CR = jnp.exp(z_CR - top - log_sum) * (g_lse - g_log_p)
+            dz_CR = jnp.exp(z_CR - top - log_sum) * (g_lse - g_log_p + sum(g_smooth))
             dz_CR += jnp.where(is_target_CR, g_log_p, 0)
+            if g_smooth:
+                dz_CR -= g_smooth[0] / sizes.predictable
             du_CR = jnp.where(allowed_R, dz_CR * slope_CR, 0)
             dh_CD, more_RD = product_gradients(du_CR * scoring.scale, h_CD, cast_RD)
             return (dtable_RD + more_RD, dbias_R + du_CR.sum(0)), dh_CD

@@ -30,7 +30,12 @@ from vocabjax.vocab.interfaces import (
     Tokens,
     check_std,
 )
-from vocabjax.vocab.labels import inverse_or_zero, valid_labels, where_counted
+from vocabjax.vocab.labels import (
+    inverse_or_zero,
+    label_weights,
+    valid_labels,
+    where_counted,
+)
 from vocabjax.vocab.loss import accumulate_cross_entropy, linear_cross_entropy
 from vocabjax.vocab.per_token import nll_loss, per_token
 from vocabjax.vocab.scores import Scoring, linear_logits
@@ -203,7 +208,8 @@ class MatrixHead(Head):
         h_BTE, objective = self.transform(shared, h_BTD), self.objective
         loss, into = self._entropy(objective, shared, h_BTE, labels, into)
         targets_BT, weights_BT, normalizer, tokens = labels
-        normalizer = loss.weight if normalizer is None else normalizer
+        if normalizer is None:
+            normalizer = label_weights(self.sizes, targets_BT, weights_BT).sum()
         total = loss.total
         if objective.augmented:
             kl_BT = self._divergence(shared, h_BTE, targets_BT, weights_BT)
