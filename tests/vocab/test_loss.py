@@ -279,9 +279,9 @@ def test_the_chosen_chunk_keeps_to_its_bounds():
     assert sizes == [
         8192,
         1024,
-        384,
-        384,
-    ]  # 16 MiB of float32 scores where that is 384 tokens or more
+        320,
+        320,
+    ]  # 16 MiB of float32 scores where that is 320 tokens or more
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000, None])

@@ -60,7 +60,7 @@ def linear_cross_entropy(
 
     Args:
       h_BTD: hidden states, float32 or bfloat16; scores and sums are float32 either way.
-      table_VD: float32 [Vp, D], rows sharded over the vocabulary axis.
+      table_VD: float32 [Vp, D], rows sharded over the vocabulary axis (and brought there from elsewhere).
       targets_BT: int32 labels. −100 is ignored; any other label that may not be predicted is ignored and counted in
         `invalid`.
       weights_BT: float32; None: 1. A token of weight 0 is left out, whatever its hidden state holds: its objective counts as
@@ -70,6 +70,9 @@ def linear_cross_entropy(
       reduction: "none" keeps what is summed apart: `total`, `nll`, `z` and `weight` are [B, T], and what is a divisor by
         default is 1. Any function of `total` may then be minimised, at four matrix products instead of three.
     """
+    table_VD = scoring.layout.place(table_VD, "vocab", None)
+    if bias_V is not None:
+        bias_V = scoring.layout.place(bias_V, "vocab")
     if reduction == "none":
         return _each_token(
             scoring, objective, h_BTD, table_VD, bias_V, targets_BT, weights_BT, normalizer
