@@ -13,7 +13,7 @@ from meshes import put
 from models import layout_on, quick_jit, random_params
 from test_generate import Trigrams
 
-from vocabjax.attention import kv_axis, rope
+from vocabjax.attention import kv_axis, rotate
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint, LanguageModel, Params
 from vocabjax.norms import rms_norm
@@ -182,7 +182,7 @@ def plain_loop(model: LanguageModel, tokens: Tokens) -> jax.Array:
         h = rms_norm(x, p["attn_norm"])
         q, k, v = (jnp.einsum("btd,dnk->btnk", h, p[name]) for name in "qkv")
         v = visit("value", h, v)
-        q, k = (rope(a, tokens.position_BT, TRUNK.rope_theta) for a in (q, k))
+        q, k = (rotate(a, model.trunk.rotation(tokens.position_BT)) for a in (q, k))
         k, v = (jnp.einsum("bsgk,gn->bsnk", a, serves_GN) for a in (k, v))
         scores = jnp.einsum("btnk,bsnk->bnts", q, k) / 2  # √K
         weights = jax.nn.softmax(jnp.where(is_seen_BTS[:, None], scores, -jnp.inf), axis=-1)

@@ -13,7 +13,7 @@ import pytest
 from meshes import put
 from models import layout_on, quick_jit, random_params
 
-from vocabjax.attention import attention, rope
+from vocabjax.attention import attention, rotate, rotation
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
@@ -141,11 +141,12 @@ def test_rope_is_numpy_s_at_far_positions() -> None:
     position_BT = np.array([[0, 1, 2], [100, 2047, 4095]], np.int32)
     # Angles in float32: an error of 2^-24 of 4,095 radians.
     np.testing.assert_allclose(
-        rope(jnp.asarray(x), jnp.asarray(position_BT), 10_000.0),
+        rotate(jnp.asarray(x), rotation(jnp.asarray(position_BT), 8, 10_000.0)),
         rope_oracle(x.astype(np.float64), position_BT, 10_000.0),
         atol=2e-3,
     )
-    np.testing.assert_array_equal(rope(jnp.asarray(x), jnp.zeros((2, 3), jnp.int32), 1e4), x)
+    nowhere = rotation(jnp.zeros((2, 3), jnp.int32), 8, 1e4)
+    np.testing.assert_array_equal(rotate(jnp.asarray(x), nowhere), x)
 
 
 @pytest.mark.parametrize("shift", [1, 17, 300])
@@ -155,7 +156,7 @@ def test_scores_depend_on_relative_positions_alone(shift: int) -> None:
     position_BT = jnp.asarray([[0, 1, 2, 5, 9]])
 
     def scores(offset: int) -> jax.Array:
-        turned = [rope(x, position_BT + offset, 10_000.0) for x in (q, k)]
+        turned = [rotate(x, rotation(position_BT + offset, 8, 10_000.0)) for x in (q, k)]
         return jnp.einsum("btnk,bsnk->bnts", *turned)
 
     np.testing.assert_allclose(scores(0), scores(shift), atol=5e-4)

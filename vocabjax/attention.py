@@ -5,6 +5,8 @@ kernel that does (splash attention on TPU), that is used. On GPU the mask goes t
 that path has not run on a device yet.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -89,16 +91,26 @@ def kv_axis(layout: Layout, kv_heads: int) -> str | None:
     return "heads" if kv_heads % layout.shards("heads") == 0 else None
 
 
-def rope(x_BTNK: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired; angles in float32."""
-    half = x_BTNK.shape[-1] // 2
+class Rotation(NamedTuple):
+    """Cosine and sine of each position's angles: float32 [B, T, 1, K/2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotation(position_BT: jax.Array, head_dim: int, theta: float) -> Rotation:
+    """Of rotary positions (Su et al. 2021, arXiv:2104.09864): made once for all layers and heads."""
+    half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position_BT[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(x_BTNK: jax.Array, by: Rotation) -> jax.Array:
+    """Rotary positions, halves paired; products in float32."""
     left, right = jnp.split(x_BTNK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(
-        x_BTNK.dtype
-    )
+    turned = (left * by.cos - right * by.sin, right * by.cos + left * by.sin)
+    return jnp.concatenate(turned, -1).astype(x_BTNK.dtype)
 
 
 def _cudnn_fits(platform: str, q: jax.Array, k: jax.Array) -> bool:

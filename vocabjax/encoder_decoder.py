@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vocabjax.attention import attention
+from vocabjax.attention import Rotation, attention
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
@@ -135,14 +135,12 @@ class EncoderDecoder(Trunk):
         is_target_BT = ~find_source(self.layout, tokens, self.separator)
         source_BT = self.layout.place(2 * tokens.segment_BT, "batch", "seq")
         segment_BT = source_BT + is_target_BT
-        position_BT = self.layout.place(tokens.position_BT, "batch", "seq")
+        turn = self.rotation(self.layout.place(tokens.position_BT, "batch", "seq"))
         x_BTD = self.layout.place(x_BTD, "batch", "seq", None)
 
         def within(params: LayerParams, x_BTD: jax.Array, causal: bool) -> jax.Array:
             h_BTD = rms_norm(x_BTD, params["attn_norm"])
-            return x_BTD + self._attend(
-                params, h_BTD, h_BTD, segment_BT, segment_BT, position_BT, causal
-            )
+            return x_BTD + self._attend(params, h_BTD, h_BTD, segment_BT, segment_BT, turn, causal)
 
         def encode(x_BTD: jax.Array, params: LayerParams) -> jax.Array:
             return self._feed_forward(params, within(params, x_BTD, causal=False))
@@ -182,11 +180,11 @@ class EncoderDecoder(Trunk):
         m_BTD: jax.Array,
         segment_q_BT: jax.Array,
         segment_kv_BT: jax.Array,
-        position_BT: jax.Array | None,
+        turn: Rotation | None,
         causal: bool,
     ) -> jax.Array:
-        """What attention from h to m adds to the residual stream; None: without positions."""
-        q, k, v = project(self.config, self.layout, params, h_BTD, m_BTD, position_BT)
+        """What attention from h to m adds to the residual stream; `turn` None: without positions."""
+        q, k, v = project(self.config, self.layout, params, h_BTD, m_BTD, turn)
         attended = attention(self.layout, q, k, v, segment_q_BT, segment_kv_BT, causal=causal)
         return merge(self.layout, params, attended)
 

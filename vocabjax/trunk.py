@@ -18,7 +18,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vocabjax.attention import attention, kv_axis, rope
+from vocabjax.attention import Rotation, attention, kv_axis, rotate, rotation
+from vocabjax.dense import dense
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
@@ -211,7 +212,10 @@ class Trunk(nnx.Module):
                 cache.segment_BS, tokens.segment_BT, start, 1
             )
         commons = tuple(common for common, _ in contexts)
-        around = _Around(self.config, self.layout, tokens, segment_kv, start, memories, commons)
+        around = _Around(
+            *(self.config, self.layout, tokens, self.rotation(tokens.position_BT)),
+            *(segment_kv, start, memories, commons),
+        )
         layer: Callable[..., Any] = functools.partial(_layer, around)
         if cache is None:
             layer = rematerialised(self.config, layer, static_argnums=(0,))
@@ -235,6 +239,10 @@ class Trunk(nnx.Module):
         k, v = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kv_out)
         caches = jax.tree.map(lambda *parts: jnp.concatenate(parts), *memory_out)
         return h_BTD, Cache(k, v, segment_kv, cache.length + tokens.ids_BT.shape[1], caches)
+
+    def rotation(self, position_BT: jax.Array) -> Rotation:
+        """What turns queries and keys to their positions."""
+        return rotation(position_BT, self.layers.q.shape[-1], self.config.rope_theta)
 
     def flops(self, length: int) -> int:
         """FLOPs per token of the forward: matrix products, and causal attention over (length + 1) / 2 keys on average."""
@@ -377,6 +385,7 @@ class _Around(NamedTuple):
     config: TrunkConfig
     layout: Layout
     tokens: Tokens
+    rotation: Rotation
     segment_kv_BS: jax.Array
     start: jax.Array | None  # index of the first token, with a cache
     memories: Sequence[Memory]
@@ -392,7 +401,7 @@ def _layer(
     state: dict[int, Any],
 ) -> tuple[jax.Array, Any, dict[int, Any]]:
     """One layer. `active` names the memories attached to it; `state[i]` is (params, context, cache) of memory i."""
-    config, layout, tokens, segment_kv_BS, start, memories, commons = around
+    config, layout, tokens, turn, segment_kv_BS, start, memories, commons = around
     caches: dict[int, Any] = {}
 
     def at_site(site: Site, h_BTD: jax.Array, y: jax.Array) -> jax.Array:
@@ -406,7 +415,7 @@ def _layer(
 
     x_BTD = at_site("pre_attn", x_BTD, x_BTD)
     h_BTD = rms_norm(x_BTD, params["attn_norm"])
-    q, k, v = project(config, layout, params, h_BTD, h_BTD, tokens.position_BT)
+    q, k, v = project(config, layout, params, h_BTD, h_BTD, turn)
     v = at_site("value", h_BTD, v)
     if kv is not None and start is not None:
         k = lax.dynamic_update_slice_in_dim(kv[0], k, start, 1)
@@ -426,21 +435,21 @@ def project(
     params: LayerParams,
     h_BTD: jax.Array,
     m_BSD: jax.Array,
-    position_BT: jax.Array | None,
+    turn: Rotation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, K] of h, keys and values [B, S, G, K] of m.
 
     Args:
-      position_BT: rotary positions of both, where S = T; None: without positions.
+      turn: of the positions of both, where S = T; None: without positions.
     """
     kv = kv_axis(layout, config.kv_heads)
-    q = jnp.einsum("btd,dnk->btnk", h_BTD, _weight(layout, params["q"], h_BTD, None, "heads", None))
-    k = jnp.einsum("bsd,dgk->bsgk", m_BSD, _weight(layout, params["k"], m_BSD, None, kv, None))
-    v = jnp.einsum("bsd,dgk->bsgk", m_BSD, _weight(layout, params["v"], m_BSD, None, kv, None))
+    q = dense(h_BTD, _weight(layout, params["q"], h_BTD, None, "heads", None))
+    k = dense(m_BSD, _weight(layout, params["k"], m_BSD, None, kv, None))
+    v = dense(m_BSD, _weight(layout, params["v"], m_BSD, None, kv, None))
     if config.qk_norm:
         q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
-    if position_BT is not None:
-        q, k = (rope(a, position_BT, config.rope_theta) for a in (q, k))
+    if turn is not None:
+        q, k = rotate(q, turn), rotate(k, turn)
     return q, k, v
 
 
@@ -453,8 +462,8 @@ def merge(layout: Layout, params: LayerParams, attended_BTNK: jax.Array) -> jax.
 
 def feed_forward(layout: Layout, params: LayerParams, h_BTD: jax.Array) -> jax.Array:
     """[B, T, D]: (silu(h·gate) ⊙ h·up)·down."""
-    gate_BTF = jnp.einsum("btd,df->btf", h_BTD, _weight(layout, params["gate"], h_BTD, None, "ffn"))
-    up_BTF = jnp.einsum("btd,df->btf", h_BTD, _weight(layout, params["up"], h_BTD, None, "ffn"))
+    gate_BTF = dense(h_BTD, _weight(layout, params["gate"], h_BTD, None, "ffn"))
+    up_BTF = dense(h_BTD, _weight(layout, params["up"], h_BTD, None, "ffn"))
     return jnp.einsum(
         "btf,fd->btd",
         jax.nn.silu(gate_BTF) * up_BTF,
