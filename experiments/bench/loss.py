@@ -209,20 +209,34 @@ def in_torch(problem: Problem, threads: int, loss: Callable[[Any, Any, Any, Any]
     import torch
 
     torch.set_num_threads(threads)
-    dtype = getattr(torch, problem.dtype)
-    h_ND = torch.from_numpy(problem.h_ND).to(dtype).requires_grad_()
-    table_VD = torch.from_numpy(problem.table_VD).to(dtype).requires_grad_()
-    targets_N = torch.from_numpy(problem.targets_N).long()
+    h_ND, table_VD = (
+        on_device(torch, x, problem.dtype).requires_grad_()
+        for x in (problem.h_ND, problem.table_VD)
+    )
+    targets_N = on_device(torch, problem.targets_N, "int64")
 
     def run() -> Gradients:
         value = loss(torch, h_ND, table_VD, targets_N)
-        return (value.detach(), *torch.autograd.grad(value, (h_ND, table_VD)))
+        return finished(torch, (value.detach(), *torch.autograd.grad(value, (h_ND, table_VD))))
 
     def check() -> Sequence[Deviation]:
-        value, dh_ND, dtable_VD = (x.double().numpy() for x in run())
+        value, dh_ND, dtable_VD = (x.double().cpu().numpy() for x in run())
         return problem.check((value, dh_ND, dtable_VD))
 
     return Ready(run, check)
+
+
+def on_device(torch: Any, x: np.ndarray, dtype: str) -> Any:
+    """A torch tensor where JAX computes: on the GPU, if that is one."""
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    return torch.from_numpy(x).to(device, getattr(torch, dtype))
+
+
+def finished(torch: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results, when they are there."""
+    if results[0].is_cuda:
+        torch.cuda.synchronize()
+    return results
 
 
 def torch_full(problem: Problem, threads: int) -> Ready:
@@ -270,15 +284,14 @@ def floor_in_torch(problem: Problem, threads: int) -> Ready:
     import torch
 
     torch.set_num_threads(threads)
-    dtype = getattr(torch, problem.dtype)
     arrays = (problem.h_ND, problem.table_VD, problem.dz_NV)
-    h_ND, table_VD, dz_NV = (torch.from_numpy(x).to(dtype) for x in arrays)
+    h_ND, table_VD, dz_NV = (on_device(torch, x, problem.dtype) for x in arrays)
 
     def run() -> Any:
-        return h_ND @ table_VD.T, dz_NV @ table_VD, dz_NV.T @ h_ND
+        return finished(torch, (h_ND @ table_VD.T, dz_NV @ table_VD, dz_NV.T @ h_ND))
 
     def check() -> Sequence[Deviation]:
-        return problem.check_products(*(product.double().numpy() for product in run()))
+        return problem.check_products(*(product.double().cpu().numpy() for product in run()))
 
     return Ready(run, check)
 

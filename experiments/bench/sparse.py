@@ -25,6 +25,7 @@ from vocabjax.vocab.touched import Plan
 
 from . import runner
 from .harness import Candidate, Deviation, Memory, Ready, Record, measure
+from .loss import finished, on_device
 from .report import Target
 
 DENSE, GIVEN, RAW = "dense Optax Adam", "ours, touched rows given", "ours, raw tokens"
@@ -208,21 +209,23 @@ def in_torch(problem: Problem, threads: int, *, coalesced: bool) -> Ready:
 
     torch.set_num_threads(threads)
     shape = (problem.vocab, problem.width)
-    table = torch.nn.Parameter(torch.zeros(shape))
+    table = torch.nn.Parameter(on_device(torch, np.zeros(shape, np.float32), "float32"))
     optimizer = torch.optim.SparseAdam([table], lr=LR, betas=(B1, B2), eps=EPS)
     ids, g = (problem.rows_U, problem.g_UD) if coalesced else (problem.ids_N, problem.g_ND)
-    index, values = torch.from_numpy(ids).long()[None], torch.from_numpy(g)
+    index, values = on_device(torch, ids[None], "int64"), on_device(torch, g, "float32")
+    sample_S = on_device(torch, problem.sample_S, "int64")
 
     def run() -> None:
         table.grad = torch.sparse_coo_tensor(
             index, values, shape, is_coalesced=coalesced, check_invariants=False
         )
         optimizer.step()
+        finished(torch, (table,))
 
     def sample() -> tuple[list[np.ndarray], int]:
         state = optimizer.state[table]
         arrays = (table.detach(), state["exp_avg"], state["exp_avg_sq"])
-        found = [array[torch.from_numpy(problem.sample_S)].double().numpy() for array in arrays]
+        found = [array[sample_S].double().cpu().numpy() for array in arrays]
         return found, int(state["step"])
 
     run()  # makes its moments

@@ -275,13 +275,9 @@ def test_microbatches_accumulate_to_the_gradient_of_the_batch(name, bias):
 def test_the_chosen_chunk_keeps_to_its_bounds():
     layout = layout_of("none")
     assert chunk_size(layout, 50_304, 7) == 7
-    sizes = [chunk_size(layout, rows, None) for rows in (1, 4096, 50_304, 10**6)]
-    assert sizes == [
-        8192,
-        1024,
-        320,
-        320,
-    ]  # 16 MiB of float32 scores where that is 320 tokens or more
+    sizes = [chunk_size(layout, rows, None) for rows in (1, 4096, 12_576, 50_304, 10**6)]
+    # 16 MiB of float32 scores where that is 256 tokens or more.
+    assert sizes == [8192, 1024, 256, 384, 384]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000, None])

@@ -150,14 +150,15 @@ def chunk_statistics(
 def chunk_size(layout: Layout, rows: int, chunk: int | None) -> int:
     """How many tokens' scores [C, rows] a device holds at one time: what is asked for, or else what its memory is made for.
 
-    Float32 scores of a chunk should stay in a CPU's cache, but matrix products of fewer than 320 tokens are slow. An
-    accelerator reads and writes the table's gradient once per chunk, so its chunks are as large as memory reasonably holds.
+    Float32 scores of a chunk should stay in a CPU's cache; where those of 256 tokens do not, they are 384, as fewer make slow
+    matrix products. An accelerator reads and writes the table's gradient once per chunk, so its chunks are as large as memory reasonably holds.
     """
     if chunk is not None:
         return chunk
     is_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     budget = 2**24 if is_cpu else 2**29  # bytes
-    return max(320, min(8192, 2 ** ((budget // (4 * rows)).bit_length() - 1)))
+    fitting = budget // (4 * rows)
+    return min(8192, 2 ** (fitting.bit_length() - 1)) if fitting >= 256 else 384
 
 
 def cut_chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
