@@ -19,6 +19,7 @@ from vocabjax.model import Blueprint
 
 study_of_tying: Any = load_experiment("tied_vs_untied")
 study_of_three: Any = load_experiment("three_way")
+study_of_rows: Any = load_experiment("sparse_rows")
 CELL = study_of_tying.Cell(width=32, vocab_size=512, train_tokens=4000, passes=2)
 ONE = "data=1,model=1"
 
@@ -177,3 +178,23 @@ def test_a_wrong_source_changes_nothing_but_the_source() -> None:
     assert right.tokens.tolist() == [0, 11, 12, 5, 13, 5, 0, 31, 5, 32, 33, 0]
     assert wrong.tokens.tolist() == [0, 31, 5, 13, 5, 0, 11, 12, 5, 32, 33, 0]
     assert wrong.prefix_end == 5
+
+
+def test_arms_of_the_study_of_rows_differ_in_that_alone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each setting from its dense arm; and what coincides is reported as coinciding."""
+    source = functools.partial(DataConfig, **{"vocab_size": 300})
+    monkeypatch.setattr(
+        study_of_rows, "DataConfig", lambda **kw: source(**{**kw, "source": f"files:{corpus}"})
+    )
+    arms = study_of_rows.arms_of(0, train_tokens=1100)
+    dense = {arm.cell: arm.config for arm in arms if arm.name == "dense"}
+    for arm in arms:
+        changed = [line.split(":")[0] for line in differences(arm.config, dense[arm.cell])]
+        assert changed == ["optim.embed.sparse"] * (arm.name != "dense")
+    study_of_rows.study(arms[:2], tmp_path / "runs", tmp_path / "out", layout_on(ONE), quiet=True)
+    first, second = read_results(tmp_path / "out" / "results.jsonl")
+    assert first["rows_off"] == 0
+    assert 0 < second["rows_off"] < 1e-4
+    assert "+0.000" in (tmp_path / "out" / "verdict.txt").read_text()

@@ -103,7 +103,7 @@ def table(results: list[Result]) -> str:
                     arm,
                     over(seeds, "loss", "training"),
                     over(seeds, "loss", "validation"),
-                    difference(results, cell, arm, DENSE, lambda r: r["validation"]["loss"]).show(5, True),
+                    difference(results, cell, arm, DENSE, lambda r: r["validation"]["loss"]).show(sign=True),
                     over(seeds, "rows_off", show=lambda spread: f"{spread.mean:.1e}"),
                 ]
             )  # fmt: skip
@@ -128,8 +128,8 @@ def verdict(results: list[Result]) -> str:
                 for p, q in zip(r["curve"], s["curve"], strict=True)
             ).high
             lines.append(
-                f"{cell}: {arm}, against dense: validation loss {off.show(5, sign=True)} nats at the end, and never further "
-                f"away than {largest:.5f} at an evaluation."
+                f"{cell}: {arm}, against dense: validation loss {off.show(sign=True)} nats at the end, and never further away "
+                f"than {largest:.1e} at an evaluation."
             )
     return "\n".join(lines) + "\n"  # fmt: skip
 

@@ -47,6 +47,8 @@ def _differences(axes: Any, results: list[Result], colors: dict[str, str]) -> No
     reference = {r["seed"]: r["curve"] for r in results if r["arm"] == first}
     for arm in others:
         seeds = [r for r in results if r["arm"] == arm]
+        if not seeds:  # an arm that this cell does not have
+            continue
         for key, style in (("validation_loss", "-"), ("training_sample_loss", "--")):
             lines = [
                 [p[key] - q[key] for p, q in zip(r["curve"], reference[r["seed"]], strict=True)][1:]
