@@ -23,6 +23,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # As `launch.py` says: threads enough for collectives that wait.
 os.environ.setdefault("PJRT_NPROC", "32")
+os.environ.setdefault(
+    "MALLOC_MMAP_MAX_", "0"
+)  # else commands in processes of their own start twice
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")

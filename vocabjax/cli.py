@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from vocabjax import __version__, describe, find
+from vocabjax.allocator import restart_retaining
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, differences
 from vocabjax.data.tokenizer import decode, encode_documents, with_end_of_text
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if arguments is None and words[:1] in (["train"], ["experiment"]):
+        restart_retaining()
     try:
         _dispatch(words)
     except Interrupted as stop:

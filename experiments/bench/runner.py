@@ -10,22 +10,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vocabjax.allocator import RETAINED
 from vocabjax.errors import UserError
 from vocabjax.files import write_atomic
 
 from .harness import Record
 from .report import Target, machine, merged, picture, read, text
 
-RETAINED = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "34359738368",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
 _WORKER = "VOCABJAX_BENCH_RECORDS"  # where a worker writes what it measured
 
 
@@ -97,7 +93,7 @@ def run(
     print(f"\n{report}\nFigure: {out / f'{name}.png'}")
 
 
-def _in_process(name: str, words: Sequence[str], settings: dict[str, str]) -> list[Record]:
+def _in_process(name: str, words: Sequence[str], settings: Mapping[str, str]) -> list[Record]:
     clean = {key: value for key, value in os.environ.items() if key not in RETAINED}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "records.jsonl"
