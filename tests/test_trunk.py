@@ -28,6 +28,7 @@ ONE = "data=1,model=1"
 VOCAB = VocabConfig(size=30, width=16, multiple=4)
 # Two query heads per key/value head; head width (4) times heads (8) is not the trunk's width (16).
 TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=4, head_dim=4, ffn=24)
+RICH = replace(TRUNK, qkv_bias=True, post_norm=True)
 Pure = dict[str, Any]
 
 
@@ -85,23 +86,33 @@ def trunk_oracle(params: Pure, x_BTD: np.ndarray, tokens: Tokens, theta: float) 
     for index in range(len(layers["q"])):
         p = {name: value[index] for name, value in layers.items()}
         h = rms_norm_oracle(x_BTD, p["attn_norm"])
-        q, k, v = (np.einsum("btd,dnk->btnk", h, p[name]) for name in "qkv")
+        q, k, v = (
+            np.einsum("btd,dnk->btnk", h, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv"
+        )
         if "q_norm" in p:
             q, k = rms_norm_oracle(q, p["q_norm"]), rms_norm_oracle(k, p["k_norm"])
         q, k = rope_oracle(q, position_BT, theta), rope_oracle(k, position_BT, theta)
-        x_BTD = x_BTD + np.einsum("btnk,nkd->btd", attention_oracle(q, k, v, segment_BT), p["o"])
+        y = np.einsum("btnk,nkd->btd", attention_oracle(q, k, v, segment_BT), p["o"])
+        if "attn_post_norm" in p:
+            y = rms_norm_oracle(y, p["attn_post_norm"])
+        x_BTD = x_BTD + y
         h = rms_norm_oracle(x_BTD, p["ffn_norm"])
         gate = h @ p["gate"]
-        x_BTD = x_BTD + (gate / (1 + np.exp(-gate)) * (h @ p["up"])) @ p["down"]
+        y = (gate / (1 + np.exp(-gate)) * (h @ p["up"])) @ p["down"]
+        if "ffn_post_norm" in p:
+            y = rms_norm_oracle(y, p["ffn_post_norm"])
+        x_BTD = x_BTD + y
     return rms_norm_oracle(x_BTD, np.asarray(params["final_norm"]["scale"], np.float64))
 
 
 # --- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_the_trunk_is_the_numpy_transformer(qk_norm: bool) -> None:
-    config = replace(TRUNK, qk_norm=qk_norm, rope_theta=50.0)
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"post_norm": True}], ids=str
+)
+def test_the_trunk_is_the_numpy_transformer(options: dict[str, bool]) -> None:
+    config = replace(TRUNK, **options, rope_theta=50.0)
     blueprint, params = one_device(config)
     tokens = tokens_on(blueprint.layout, [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 3]])
     x_BTD = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)
@@ -262,7 +273,7 @@ def batch_on(layout: Layout) -> tuple[Tokens, jax.Array]:
 @functools.cache
 def unsharded() -> tuple[float, Pure]:
     """Loss and gradients on one device, without rematerialisation."""
-    blueprint, params = one_device()
+    blueprint, params = one_device(RICH)
     loss, gradient = loss_and_gradient(blueprint)(params, *batch_on(blueprint.layout))
     return float(loss), jax.tree.map(np.asarray, gradient)
 
@@ -279,7 +290,7 @@ def assert_same_gradient(gradient: Pure, expected: Pure) -> None:
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_changes_no_gradient(remat: Any) -> None:
-    blueprint, params = one_device(replace(TRUNK, remat=remat))
+    blueprint, params = one_device(replace(RICH, remat=remat))
     loss, gradient = loss_and_gradient(blueprint)(params, *batch_on(blueprint.layout))
     np.testing.assert_allclose(loss, unsharded()[0], 1e-6)
     assert_same_gradient(gradient, unsharded()[1])
@@ -288,7 +299,7 @@ def test_rematerialisation_changes_no_gradient(remat: Any) -> None:
 def test_rematerialisation_recomputes_more_the_fuller_it_is() -> None:
     products = []
     for remat in ("none", "dots", "full"):
-        blueprint, params = one_device(replace(TRUNK, remat=remat))
+        blueprint, params = one_device(replace(RICH, remat=remat))
         jaxpr = loss_and_gradient(blueprint, jax.make_jaxpr)(params, *batch_on(blueprint.layout))
         products.append(str(jaxpr).count("dot_general"))
     assert products[0] < products[1] < products[2]
@@ -336,7 +347,8 @@ def test_the_program_does_not_grow_with_depth() -> None:
     ],
 )
 def test_sharded_equals_unsharded(mesh: str, rules: str) -> None:
-    blueprint = Blueprint(VOCAB, TRUNK, layout_on(mesh, rules))
+
+    blueprint = Blueprint(VOCAB, RICH, layout_on(mesh, rules))
     with jax.set_mesh(blueprint.layout.mesh):
         loss, gradient = loss_and_gradient(blueprint)(
             random_params(blueprint), *batch_on(blueprint.layout)

@@ -12,7 +12,8 @@ head). Source: Press & Wolf 2016 (arXiv:1608.05859), section 3; the layers are t
 A document is its source, then the separator, then its target (`data.prefix_end`). Both stacks run over whole packed windows:
 what is source and what is target follows from the ids, and segments keep them apart, as they keep documents apart.
 
-Parameters: (3, 2 or 1)·V·D; in the trunk L·(2·(D·K·(2N + 2G) + 3·D·F + 2D) + D·K·(2N + 2G) + D) + 2D (+ 6·L·K with qk_norm).
+Parameters: (3, 2 or 1)·V·D; in the trunk L·(2·(D·K·(2N + 2G) + 3·D·F + 2D) + D·K·(2N + 2G) + D) + 2D, and what `qk_norm`, `qkv_bias`
+and `post_norm` add to each stack.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

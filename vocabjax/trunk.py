@@ -23,7 +23,7 @@ from vocabjax.dense import dense
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
-from vocabjax.param import Scope, matrix_flops, normal, ones
+from vocabjax.param import Scope, matrix_flops, normal, ones, zeros
 from vocabjax.vocab.interfaces import Memory, Site, Tokens
 
 LayerParams = dict[str, jax.Array]  # of a layer, as `Layers` names them
@@ -40,6 +40,8 @@ class TrunkConfig:
       ffn: F, the inner width of the feed-forward.
       head_dim: K, the width of a head; None: D / N.
       qk_norm: RMSNorm over K on queries and keys.
+      qkv_bias: biases of queries, keys and values (Qwen2, arXiv:2407.10671).
+      post_norm: RMSNorm also of what attention and feed-forward add to the residual stream (Gemma 2, arXiv:2408.00118).
       rope_theta: base of the rotary frequencies.
       remat: what the backward recomputes: "none"; "dots" keeps the matrix products; "full" keeps only each layer's input.
     """
@@ -51,6 +53,8 @@ class TrunkConfig:
     ffn: int = 384
     head_dim: int | None = None
     qk_norm: bool = False
+    qkv_bias: bool = False
+    post_norm: bool = False
     rope_theta: float = 10_000.0
     remat: Literal["none", "dots", "full"] = "none"
 
@@ -108,7 +112,8 @@ class Segment(NamedTuple):
 
 
 class AttentionLayers(nnx.Module):
-    """Attention of all layers, stacked on a leading L axis. Each layer: D·K·(2N + 2G) + D (+ 2K)."""
+    """Attention of all layers, stacked on a leading L axis. Each layer: D·K·(2N + 2G) + D, and 2K for `qk_norm`, K·(N + 2G) for
+    `qkv_bias`, D for `post_norm`."""
 
     def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
         L, D, N, G = config.layers, width, config.heads, config.kv_heads
@@ -121,6 +126,12 @@ class AttentionLayers(nnx.Module):
         if config.qk_norm:
             self.q_norm = _vector(scope, "q_norm", L, K)
             self.k_norm = _vector(scope, "k_norm", L, K)
+        if config.qkv_bias:
+            self.q_bias = _bias(scope, "q_bias", L, (N, K), "heads")
+            self.k_bias = _bias(scope, "k_bias", L, (G, K), kv)
+            self.v_bias = _bias(scope, "v_bias", L, (G, K), kv)
+        if config.post_norm:
+            self.attn_post_norm = _vector(scope, "attn_post_norm", L, D)
 
     def arrays(self) -> dict[str, jax.Array]:
         """name → [L, ...]."""
@@ -130,7 +141,7 @@ class AttentionLayers(nnx.Module):
 
 
 class Layers(AttentionLayers):
-    """And their feed-forward. Each layer: D·K·(2N + 2G) + 3·D·F + 2D (+ 2K)."""
+    """And their feed-forward. Each layer adds 3·D·F + D, and D for `post_norm`."""
 
     def __init__(self, config: TrunkConfig, scope: Scope, width: int) -> None:
         super().__init__(config, scope, width)
@@ -139,6 +150,8 @@ class Layers(AttentionLayers):
         self.up = _matrix(scope, "up", L, (D, F), ("width", "ffn"), D)
         self.down = _matrix(scope, "down", L, (F, D), ("ffn", "width"), F)
         self.ffn_norm = _vector(scope, "ffn_norm", L, D)
+        if config.post_norm:
+            self.ffn_post_norm = _vector(scope, "ffn_post_norm", L, D)
 
 
 def _matrix(
@@ -157,6 +170,12 @@ def _matrix(
 
 def _vector(scope: Scope, name: str, layers: int, size: int) -> nnx.Param[jax.Array]:
     return scope.param(name, (layers, size), ("layers", None), "vector", ones)
+
+
+def _bias(
+    scope: Scope, name: str, layers: int, shape: tuple[int, ...], heads: str | None
+) -> nnx.Param[jax.Array]:
+    return scope.param(name, (layers, *shape), ("layers", heads, "head_dim"), "vector", zeros)
 
 
 class Trunk(nnx.Module):
@@ -446,6 +465,10 @@ def project(
     q = dense(h_BTD, _weight(layout, params["q"], h_BTD, None, "heads", None))
     k = dense(m_BSD, _weight(layout, params["k"], m_BSD, None, kv, None))
     v = dense(m_BSD, _weight(layout, params["v"], m_BSD, None, kv, None))
+    if config.qkv_bias:
+        q, k, v = (
+            x + params[f"{name}_bias"].astype(x.dtype) for x, name in ((q, "q"), (k, "k"), (v, "v"))
+        )
     if config.qk_norm:
         q, k = rms_norm(q, params["q_norm"]), rms_norm(k, params["k_norm"])
     if turn is not None:
@@ -457,19 +480,21 @@ def merge(layout: Layout, params: LayerParams, attended_BTNK: jax.Array) -> jax.
     """[B, T, D]: what the heads add to the residual stream."""
     o_NKD = _weight(layout, params["o"], attended_BTNK, "heads", None, None)
     residual = layout.sharding("batch", "seq", None)
-    return jnp.einsum("btnk,nkd->btd", attended_BTNK, o_NKD, out_sharding=residual)
+    y_BTD = jnp.einsum("btnk,nkd->btd", attended_BTNK, o_NKD, out_sharding=residual)
+    return rms_norm(y_BTD, params["attn_post_norm"]) if "attn_post_norm" in params else y_BTD
 
 
 def feed_forward(layout: Layout, params: LayerParams, h_BTD: jax.Array) -> jax.Array:
     """[B, T, D]: (silu(h·gate) ⊙ h·up)·down."""
     gate_BTF = dense(h_BTD, _weight(layout, params["gate"], h_BTD, None, "ffn"))
     up_BTF = dense(h_BTD, _weight(layout, params["up"], h_BTD, None, "ffn"))
-    return jnp.einsum(
+    y_BTD = jnp.einsum(
         "btf,fd->btd",
         jax.nn.silu(gate_BTF) * up_BTF,
         _weight(layout, params["down"], h_BTD, "ffn", None),
         out_sharding=layout.sharding("batch", "seq", None),
     )
+    return rms_norm(y_BTD, params["ffn_post_norm"]) if "ffn_post_norm" in params else y_BTD
 
 
 def _weight(layout: Layout, value: jax.Array, like: jax.Array, *axes: str | None) -> jax.Array:
