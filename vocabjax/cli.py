@@ -30,6 +30,7 @@ from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
 from vocabjax.presets import PRESETS
 from vocabjax.processes import together
+from vocabjax.published import MODELS
 from vocabjax.runs import Run
 from vocabjax.sparse import Sparse
 from vocabjax.step import trace
@@ -332,6 +333,8 @@ def _configs(words: list[str]) -> None:
     if words and words[0] not in ("-h", "--help"):
         raise UserError(f"configs takes no arguments, but got {words[0]!r}")
     print(describe.table(("config", "what it trains"), find.configs().items()))
+    models = ((name, title) for name, (title, _) in MODELS.items())
+    print("\n" + describe.table(("model", "of"), models))
     rows = [(name, preset.summary) for name, preset in PRESETS.items()]
     print("\n" + describe.table(("--preset", "what it changes"), rows))
 

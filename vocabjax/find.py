@@ -13,6 +13,7 @@ from types import ModuleType
 from vocabjax import config as configuration
 from vocabjax.config import Config
 from vocabjax.errors import UserError, nearest
+from vocabjax.published import MODELS, from_hugging_face, is_hugging_face, read_json
 
 _PACKAGE = Path(__file__).parent
 
@@ -40,22 +41,25 @@ def benches() -> dict[str, str]:
 
 
 def load_config(name: str) -> tuple[str, Config]:
-    """A config by name, or by the path of a .py file or of a run's config.json; and the name its run gets.
+    """A config and the name its run gets: by the config's name, a published model's, or the path of a .py file, of a run's
+    config.json or of a Hugging Face one.
 
     Raises:
       UserError: there is none, or it cannot be imported or read.
     """
     path = Path(name)
     if path.suffix == ".json":
-        return path.absolute().parent.name, configuration.load_config(path)
+        return path.absolute().parent.name, _of_json(path)
     if path.suffix == ".py":
         if not path.is_file():
             raise UserError(f"no config {name}: there is no such file")
         module = _import(f"vocabjax_config_{path.stem}", path)
     elif name in configs():
         module = _import(f"vocabjax.configs.{name}", _home("configs") / f"{name}.py")
+    elif name in MODELS:
+        return name, MODELS[name][1]
     else:
-        raise UserError(f"no config {name!r}{nearest(name, configs())}")
+        raise UserError(f"no config {name!r}{nearest(name, [*configs(), *MODELS])}")
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise UserError(f"{module.__file__} has no `config` of type vocabjax.config.Config")
@@ -64,6 +68,12 @@ def load_config(name: str) -> tuple[str, Config]:
     except (UserError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: a setting is of the wrong type: {error}") from error
     return path.stem, configuration.from_json(text, str(path))  # which checks the types
+
+
+def _of_json(path: Path) -> Config:
+    if is_hugging_face(values := read_json(path)):
+        return from_hugging_face(values, str(path))
+    return configuration.load_config(path)
 
 
 def load_experiment(name: str) -> ModuleType:
