@@ -13,14 +13,25 @@ from pathlib import Path
 
 import jax
 
-from vocabjax import __version__, describe, find
+from vocabjax import __version__, count_report, describe, find
+from vocabjax.accelerators import accelerator
 from vocabjax.allocator import restart_retaining
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, differences
+from vocabjax.count import count, on_trunk_of
 from vocabjax.data.tokenizer import decode, encode_documents, with_end_of_text
+from vocabjax.design import Design
 from vocabjax.errors import UserError, nearest
 from vocabjax.evaluate import Evaluator
-from vocabjax.flags import EvalFlags, InspectFlags, SampleFlags, TrainFlags, parse, with_parts
+from vocabjax.flags import (
+    CountFlags,
+    EvalFlags,
+    InspectFlags,
+    SampleFlags,
+    TrainFlags,
+    parse,
+    with_parts,
+)
 from vocabjax.generate import generate
 from vocabjax.launch import Launch, start
 from vocabjax.load import load_run, run_data
@@ -32,10 +43,8 @@ from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.published import MODELS
 from vocabjax.runs import Run
-from vocabjax.sparse import Sparse
 from vocabjax.step import trace
-from vocabjax.train import Interrupted, Setup, check_fit, train
-from vocabjax.vocab.lexicon import Lexicon
+from vocabjax.train import Interrupted, train
 
 OVERVIEW = """\
 usage: run.py COMMAND ...
@@ -46,7 +55,8 @@ usage: run.py COMMAND ...
   inspect RUN                what a run is, how far it got, what it holds
   experiment NAME [...]      run an experiment; without a name, list them
   bench NAME [flags]         time a part against its peers; without a name, list the benches
-  configs                    list the configs
+  count CONFIG [flags]       what a model costs: parameters, FLOPs, bytes, by part
+  configs                    list the configs, and the published models
 
 examples:
   run.py train tiny
@@ -96,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
+        "count": _count,
         "eval": _eval,
         "sample": _sample,
         "inspect": _inspect,
@@ -114,15 +125,8 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _train(words: list[str]) -> None:
-    if words and words[0] in ("-h", "--help", "-H", "--help-verbose"):
-        words = ["base", *words]
-    if not words or words[0].startswith("-"):
-        raise UserError(
-            f"train needs a config first: train CONFIG [flags]; configs: {', '.join(find.configs())}"
-        )
-    name, config = find.load_config(words[0])
-    config = with_parts(config, words[1:])
-    flags = parse(TrainFlags, f"train {words[0]}", words[1:], TrainFlags(config=config))
+    name, config, rest = _config_of("train", words)
+    flags = parse(TrainFlags, f"train {name}", rest, TrainFlags(config=config))
     name = flags.run.name or name
     if name in (".", "..") or Path(name).name != name:
         raise UserError(f"--name {name!r} must be a plain name; --runs says where runs lie")
@@ -147,23 +151,30 @@ def _train(words: list[str]) -> None:
         print(describe.section(title, describe.summary_text(summary)), end="")
 
 
+def _config_of(command: str, words: list[str]) -> tuple[str, Config, list[str]]:
+    """What a command is about: (name, the config with its parts swapped and added, the flags).
+
+    Raises:
+      UserError: it does not begin with a config.
+    """
+    if words and words[0] in ("-h", "--help", "-H", "--help-verbose"):
+        words = ["base", *words]
+    if not words or words[0].startswith("-"):
+        known = ", ".join([*find.configs(), *MODELS])
+        raise UserError(
+            f"{command} needs a config first: {command} CONFIG [flags]; configs: {known}"
+        )
+    name, config = find.load_config(words[0])
+    return name, with_parts(config, words[1:]), words[1:]
+
+
 def _dry_run(config: Config, layout: Layout) -> None:
     with jax.set_mesh(layout.mesh):
-        check_fit(config, layout)
-        note = "V is set: the data were not read"
-        if config.needs_data:
-            setup = Setup.of(config, layout)
-            setup.batches()  # may find the text too short
-            config, blueprint, optimizer = setup.config, setup.blueprint, setup.optimizer
-            sparse = setup.sparse
-            note = "V was read from the prepared data"
-        else:
-            blueprint = Blueprint(config.vocab, config.trunk, layout, Lexicon.stand_in())
-            optimizer = make_optimizer(config.optim, blueprint.infos.values(), config.train.steps)
-            sparse = Sparse(config.optim, blueprint, config.train.steps)
+        design = Design.of(config, layout)
+        config, blueprint, optimizer = design.config, design.blueprint, design.optimizer
         flops = blueprint.train_flops(config.data.length)
         parts, batch = config.train.accumulate, config.train.batch
-        trace(blueprint, optimizer, sparse, (parts, batch // parts, config.data.length))
+        trace(blueprint, optimizer, design.sparse, (parts, batch // parts, config.data.length))
         print(describe.section("config", describe.config_text(config)))
         print(describe.section("mesh", describe.mesh_text(layout)))
         print(
@@ -172,8 +183,48 @@ def _dry_run(config: Config, layout: Layout) -> None:
             )
         )
         print(describe.section("optimiser groups", describe.group_text(config.optim, blueprint)))
-    print(f"{flops:,} training FLOPs per token; {note}")
+    print(f"{flops:,} training FLOPs per token; {design.note}")
     print("dry run: no parameter was allocated, no run made")
+
+
+def _count(words: list[str]) -> None:
+    name, config, rest = _config_of("count", words)
+    flags = parse(CountFlags, f"count {name}", rest, CountFlags(config=config))
+    asked, config = flags.count, flags.config
+    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
+    chosen = {name: config}
+    if asked.compare is not None:
+        others = [find.load_config(other)[1] for other in asked.compare.split(",")]
+        names = asked.compare.split(",")
+        chosen = {
+            other: on_trunk_of(config, theirs) for other, theirs in zip(names, others, strict=True)
+        }
+    if asked.out is not None and asked.out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--out {asked.out} must end in .png, .pdf or .svg")
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy
+    layout = start(Launch(), one_device=True)
+    with jax.set_mesh(layout.mesh):
+        designs = {key: Design.of(value, layout) for key, value in chosen.items()}
+        counts = {
+            key: count(design, batch=asked.sequences, context=asked.context)
+            for key, design in designs.items()
+        }
+    if asked.out is not None:
+        count_report.plot(counts, asked.out)
+    if asked.json:
+        values = {key: found.as_json(chip) for key, found in counts.items()}
+        print(json.dumps(values if asked.compare else values[name], indent=2))
+        return
+    if asked.compare is None:
+        print(count_report.as_text(counts[name], chip))
+    else:
+        trunk = config.trunk
+        V, D = next(iter(designs.values())).config.vocab.size, config.vocab.width
+        title = f"V = {V:,}, D = {D:,}, {trunk.layers} layers of {name}"
+        print(describe.section(title, count_report.side_by_side(counts, chip)))
+    print(f"{next(iter(designs.values())).note}")
+    if asked.out is not None:
+        print(f"Figure: {asked.out}")
 
 
 def _eval(words: list[str]) -> None:

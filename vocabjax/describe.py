@@ -19,21 +19,24 @@ from vocabjax.optim import OptimConfig, assign, report
 from vocabjax.state import abstract_state
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Aligned columns; numbers to the right, None as `-`; a long last column wraps."""
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, right: bool = False) -> str:
+    """Aligned columns; numbers to the right, None as `-`; a long last column wraps. `right`: all but the first are."""
     rows = [list(row) for row in rows]
     cells = [list(header), *[[_cell(value) for value in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = [
-        any(isinstance(row[i], int | float) for row in rows)
-        and not any(isinstance(row[i], str) for row in rows)
+    on_the_right = [
+        (right and i > 0)
+        or (
+            any(isinstance(row[i], int | float) for row in rows)
+            and not any(isinstance(row[i], str) for row in rows)
+        )
         for i in range(len(header))
     ]
     lines = []
     for row in cells:
         *most, last = (
             cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=True)
+            for cell, width, is_right in zip(row, widths, on_the_right, strict=True)
         )
         lines.append(hang("  ".join([*most, ""]), last))
     return "\n".join(lines)
@@ -107,8 +110,8 @@ def parameter_text(
             f"{blueprint.count():,} parameters: {blueprint.count('vocab/'):,} in the vocabulary, "
             f"{blueprint.count('trunk/'):,} in the trunk",
             f"V = {sizes.logical:,}{padding}",
-            f"{_size(parameters + moments)} per device: parameters {_size(parameters)}, optimiser state {_size(moments)}",
-            f"while training, gradients ({_size(parameters)}) and activations are added",
+            f"{size_text(parameters + moments)} per device: parameters {size_text(parameters)}, optimiser state {size_text(moments)}",
+            f"while training, gradients ({size_text(parameters)}) and activations are added",
         ]
     )
 
@@ -199,7 +202,8 @@ def _held(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes in a unit of powers of 1,024."""
     power = min(max(count.bit_length() - 1, 0) // 10, 4)
     unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{count / 1024**power:.{2 if power else 0}f} {unit}"

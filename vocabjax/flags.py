@@ -29,6 +29,26 @@ _Flags = TypeVar("_Flags")
 
 
 @dataclass(frozen=True)
+class PartFlags:
+    """Parts of the config to swap or add.
+
+    Attributes:
+      head: another kind of head (tied, untied …), with the settings it shares with the config's.
+      input: another kind of input (full …), likewise.
+      memory: another memory; may be repeated. Its settings are then flags: --vocab.memories.0.…
+      group: NAME=PATTERN, an optimiser group of the parameters whose paths match; may be repeated. Its settings are then
+        flags: --optim.groups.0.group.…
+      preset: published settings of others, by name (`configs` lists them); may be repeated. Flags are applied after it.
+    """
+
+    head: str | None = None
+    input: str | None = None
+    memory: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    group: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    preset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True)
 class RunFlags:
     """What to run, and where it lands.
 
@@ -36,12 +56,6 @@ class RunFlags:
       name: the run's name; None: the config's.
       runs: the directory that holds runs.
       init: a run to take the first parameters from (its best checkpoint), instead of fresh ones.
-      head: another kind of head (tied, untied …), with the settings it shares with the config's.
-      input: another kind of input (full …), likewise.
-      memory: another memory; may be repeated. Its settings are then flags: --vocab.memories.0.…
-      group: NAME=PATTERN, an optimiser group of the parameters whose paths match; may be repeated. Its settings are then
-        flags: --optim.groups.0.group.…
-      preset: published settings of others, by name (`configs` lists them); may be repeated. Flags are applied after it.
       dry_run: print config, parameters, groups and mesh; train nothing.
       tensorboard: also log to TensorBoard, in the run directory.
       wandb: also log to Weights & Biases.
@@ -52,11 +66,6 @@ class RunFlags:
     name: str | None = None
     runs: Path = Path("runs")
     init: str | None = None
-    head: str | None = None
-    input: str | None = None
-    memory: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    group: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    preset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     dry_run: bool = False
     tensorboard: bool = False
     wandb: bool = False
@@ -69,7 +78,38 @@ class TrainFlags:
     """Trains a config in RUNS/NAME. The same command again resumes it; a finished run prints its result."""
 
     run: Annotated[RunFlags, Flat, Switches] = field(default_factory=RunFlags)
+    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
     launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
+    config: Annotated[Config, Flat] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class CountRequest:
+    """What to count beside the model.
+
+    Attributes:
+      context: tokens that a decoding sequence has behind it.
+      sequences: how many decode together.
+      accelerator: a chip to tell whether decoding is bound by memory on it: v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200.
+      compare: configs, separated by commas, whose vocabularies are counted on this trunk, V and D, side by side.
+      out: a picture to draw of that, as PNG, PDF or SVG.
+      json: print JSON.
+    """
+
+    context: int = 1024
+    sequences: int = 1
+    accelerator: str | None = None
+    compare: str | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class CountFlags:
+    """Counts what a config costs: parameters, FLOPs, bytes. Nothing is allocated."""
+
+    count: Annotated[CountRequest, Flat, Switches] = field(default_factory=CountRequest)
+    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
     config: Annotated[Config, Flat] = field(default_factory=Config)
 
 

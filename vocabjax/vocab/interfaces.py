@@ -291,6 +291,10 @@ class Input(Reader):
 class Head(Part):
     """h_BTD → scores over the vocabulary. A tied head stores no table: it is handed what the input lends."""
 
+    def decode_flops(self) -> int:
+        """Matrix-product FLOPs per token of `logits`."""
+        return self.flops()
+
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, Vp]; −inf wherever an id may not be predicted."""
         raise NotImplementedError

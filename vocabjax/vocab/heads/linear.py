@@ -158,9 +158,12 @@ class MatrixHead(Head):
         """Matrix-product FLOPs per token of `transform`."""
         return matrix_flops(self) - self.objective.future * 2 * self.trunk_width**2
 
+    def decode_flops(self) -> int:
+        return self.transform_flops() + 2 * self.sizes.logical * self.width
+
     def flops(self) -> int:
         scores, ahead = 2 * self.sizes.logical * self.width, self.objective.future
-        once = self.transform_flops() + scores
+        once = self.decode_flops()
         # The augmented loss scores the hidden state again, and the target's row.
         again = scores + 2 * self.sizes.logical * self.lent_width
         further = ahead * (once + 2 * self.trunk_width**2)

@@ -83,9 +83,9 @@ class ContextMixture(_Mixture):
 
 
 class SoftmaxMixture(LikelihoodHead, _Mixture):
-    def flops(self) -> int:
+    def decode_flops(self) -> int:
         once = 2 * self.sizes.logical * self.width
-        return super().flops() + (self.components - 1) * once
+        return super().decode_flops() + (self.components - 1) * once
 
     def logits(self, shared: Shared, h_BTD: jax.Array) -> jax.Array:
         """log p: the scores of a mixture are normalised already."""
