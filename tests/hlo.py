@@ -1,38 +1,11 @@
-"""What a compiled program holds and sends, read from its text."""
+"""What tests ask of a compiled program."""
 
-import re
+from vocabjax import hlo
+from vocabjax.hlo import Shape, buffers, compiled_text
 
-import jax
-
-Shape = tuple[int, ...]
-
-_TYPE = re.compile(r"\b(?:pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
-_COLLECTIVE = re.compile(
-    r"= (?P<result>.+?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|"
-    r"collective-broadcast|ragged-all-to-all)(?:-start)?\("
-)
-
-
-def compiled_text(function: jax.stages.Wrapped, *args: object) -> str:
-    """The optimised program that one device runs; shapes are those of its shards."""
-    text = function.lower(*args).compile().as_text()
-    assert text is not None
-    return text
-
-
-def buffers(text: str) -> set[Shape]:
-    """The shape of every value in the program, those inside fusions included."""
-    return {_shape(dims) for dims in _TYPE.findall(text)}
+__all__ = ["buffers", "collectives", "compiled_text"]
 
 
 def collectives(text: str) -> list[tuple[str, Shape]]:
     """(kind, shape of a result) of every collective; one entry per result where several are combined."""
-    return [
-        (found["kind"], _shape(dims))
-        for found in _COLLECTIVE.finditer(text)
-        for dims in _TYPE.findall(found["result"])
-    ]
-
-
-def _shape(dims: str) -> Shape:
-    return tuple(int(dim) for dim in dims.split(",") if dim)
+    return [(found.kind, shape) for found in hlo.collectives(text) for _, shape in found.arrays]

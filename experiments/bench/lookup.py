@@ -6,7 +6,6 @@ On eight simulated devices (data 2 × model 4), which share this machine's cores
 collectives (of their results on one device) are read from the compiled program.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vocabjax import hlo
 from vocabjax.flags import Flat, Switches, parse
 from vocabjax.launch import Launch, start
 from vocabjax.mesh import Layout, make_mesh
@@ -33,11 +33,6 @@ from .report import Target
 OURS, TAKE, AUTOMATIC = "ours", "take, automatic", "full logits, automatic"
 FORWARD, BACKWARD, LOSS = "lookup, forward", "lookup, backward", "loss, forward and backward"
 MESH = {"data": 2, "model": 4}
-
-_COLLECTIVE = re.compile(
-    r" = (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-_ARRAY = re.compile(r"\b(pred|[a-z]+)(\d*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,8 @@ class Options:
 def collectives(text: str) -> dict[str, int]:
     """Bytes of the results of all collectives of a compiled program, by kind."""
     moved: Counter[str] = Counter()
-    for result, kind in _COLLECTIVE.findall(text):
-        for _, bits, dims in _ARRAY.findall(result):
-            count = int(np.prod([int(dim) for dim in dims.split(",") if dim], dtype=np.int64))
-            moved[kind] += count * max(1, int(bits or 8) // 8)
+    for found in hlo.collectives(text):
+        moved[found.kind] += found.bytes
     return dict(sorted(moved.items()))
 
 

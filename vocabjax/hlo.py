@@ -1,0 +1,184 @@
+"""What a compiled program holds, sends, and how often: read from its text, as XLA for CPU, GPU and TPU prints it."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+Shape = tuple[int, ...]
+
+_TYPE = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+_COLLECTIVE = re.compile(
+    r"^\s*(?:ROOT )?%\S+ = (?P<result>.+?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|"
+    r"collective-broadcast|ragged-all-to-all)(?P<start>-start)?\("
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{\s*$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%[\w.-]+)"
+)
+_WHILE = re.compile(r" while\(.*?\bcondition=%([\w.-]+), body=%([\w.-]+)")
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_FUSED = re.compile(r" fusion\(.*?\bcalls=%([\w.-]+)")
+_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_ORIGIN = re.compile(r'op_name="([^"]*)"')
+_LISTS = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_BY_AXES = re.compile(r"\breplica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+
+
+class Collective(NamedTuple):
+    """One exchange between devices.
+
+    Attributes:
+      kind: as XLA calls it; a TPU's fused all-reduce-scatter is a reduce-scatter.
+      arrays: (bytes per number, shape) of what one device has of it afterwards; several where some were combined.
+      groups: ids of the devices that exchange with one another, (source, target) of a permutation; (): all of them.
+      times: how often one run of the program does it; None: a loop whose length the program does not tell surrounds it.
+      origin: the scopes and functions in JAX that it comes from.
+    """
+
+    kind: str
+    arrays: tuple[tuple[int, Shape], ...]
+    groups: tuple[tuple[int, ...], ...]
+    times: int | None
+    origin: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all results on one device, each time."""
+        return sum(size * math.prod(shape) for size, shape in self.arrays)
+
+
+def compiled_text(function: jax.stages.Wrapped, *args: object) -> str:
+    """The optimised program that one device runs; shapes are those of its shards."""
+    text = function.lower(*args).compile().as_text()
+    assert text is not None
+    return text
+
+
+def buffers(text: str) -> set[Shape]:
+    """The shape of every value in the program, those inside fusions included."""
+    return {_shape(dims) for _, _, dims in _TYPE.findall(text)}
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every exchange of a program, once: what a TPU's fusions do of one asynchronous operation, a part each, is one."""
+    found: dict[object, Collective] = {}
+    times = _times(text)
+    fused = set(_FUSED.findall(text))
+    for computation, line in _lines(text):
+        match = _COLLECTIVE.match(line)
+        if match is None:
+            continue
+        kind, origin = match["kind"], _ORIGIN.search(line)
+        if computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        new = Collective(
+            kind,
+            _results(match),
+            _groups(line),
+            times[computation],
+            origin[1] if origin else "",
+        )
+        channel = _CHANNEL.search(line)
+        is_part = computation in fused and channel is not None
+        # Elsewhere channels are not unique.
+        found.setdefault((channel and channel[1], new) if is_part else len(found), new)
+    return list(found.values())
+
+
+def axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which the devices of a group differ; ids count through the mesh, its last axis fastest."""
+    shape = tuple(mesh.values())
+    if not groups:
+        return tuple(name for name, size in mesh.items() if size > 1)
+    at = np.stack(np.unravel_index(np.array(groups[0]), shape))
+    return tuple(name for name, row in zip(mesh, at, strict=True) if len(set(row.tolist())) > 1)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    """(computation, line) of every operation."""
+    computation = ""
+    for line in text.splitlines():
+        if start := _COMPUTATION.match(line):
+            computation = start[1]
+        elif line.startswith(" "):
+            yield computation, line
+
+
+def _results(match: re.Match[str]) -> tuple[tuple[int, Shape], ...]:
+    arrays = [
+        (max(1, int(bits or 8) // 8), _shape(dims))
+        for _, bits, dims in _TYPE.findall(match["result"])
+    ]
+    if match["start"]:
+        if match["kind"] == "collective-permute":
+            arrays = arrays[1:2]  # (operand, result, and two counters)
+        elif match["kind"] != "all-reduce":
+            arrays = arrays[len(arrays) // 2 :]  # (operands, results)
+    return tuple(arrays)
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    if found := _LISTS.search(line):
+        return tuple(_shape(group) for group in re.findall(r"\{([\d,]*)\}", found[1]))
+    if found := _IOTA.search(line):
+        count, size = _shape(found[1])[0], math.prod(_shape(found[1])[1:])
+        ids = np.arange(count * size).reshape(_shape(found[2]))
+        if found[3]:
+            ids = ids.transpose(_shape(found[3]))
+        return tuple(tuple(row) for row in ids.reshape(count, size).tolist())
+    if found := _BY_AXES.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        inside = re.findall(r"'(\w+)'", found[2])
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        names = list(sizes)
+        order = [names.index(name) for name in [n for n in names if n not in inside] + inside]
+        rows = ids.transpose(order).reshape(-1, math.prod(sizes[name] for name in inside))
+        return tuple(tuple(row) for row in rows.tolist())
+    return ()
+
+
+def _times(text: str) -> dict[str, int | None]:
+    """How often each computation runs: its callers' times, those of a loop's body multiplied by its length."""
+    calls: dict[str, list[tuple[str, int | None]]] = {}
+    constants: dict[str, list[int]] = {}
+    loops: list[tuple[str, str, str, int | None]] = []
+    for computation, line in _lines(text):
+        constants.setdefault(computation, []).extend(map(int, _CONSTANT.findall(line)))
+        if loop := _WHILE.search(line):
+            known = _KNOWN.search(line)
+            loops.append((computation, loop[1], loop[2], int(known[1]) if known else None))
+        else:
+            for names in _CALLED.findall(line):
+                for name in re.findall(r"%([\w.-]+)", names):
+                    calls.setdefault(name, []).append((computation, 1))
+    for computation, condition, body, length in loops:
+        # JAX's loops count from 0 up to the one constant that their condition holds.
+        bounds = constants.get(condition, [])
+        count = length if length is not None else bounds[0] if len(bounds) == 1 else None
+        for name in (condition, body):
+            calls.setdefault(name, []).append((computation, count))
+    entry = re.search(r"^ENTRY %(\S+) ", text, re.MULTILINE)
+    times: dict[str, int | None] = {entry[1]: 1} if entry else {}
+
+    def of(name: str) -> int | None:
+        if name not in times:
+            times[name] = 0  # nothing calls itself
+            total: int | None = 0
+            for caller, count in calls.get(name, []):
+                outer = of(caller)
+                total = None if None in (total, outer, count) else total + outer * count  # type: ignore[operator]
+            times[name] = total
+        return times[name]
+
+    names = {computation for computation, _ in _lines(text)}
+    return {name: of(name) for name in names}
+
+
+def _shape(dims: str) -> Shape:
+    return tuple(int(dim) for dim in dims.split(",") if dim)
