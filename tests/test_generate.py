@@ -240,11 +240,11 @@ def test_end_of_text_inside_a_prompt_begins_a_document() -> None:
 
 def test_prompts_of_similar_lengths_and_other_seeds_share_a_compilation() -> None:
     run(ONE, [[1]], GREEDY)
-    before = module._decode._cache_size()
+    before = module.decode._cache_size()
     for length in (2, 9, 16):
         config = dataclasses.replace(GREEDY, seed=length)
         run(ONE, [[1] * length], config, end_of_text=length)
-    assert module._decode._cache_size() == before
+    assert module.decode._cache_size() == before
 
 
 def test_no_prompts_give_no_tokens() -> None:

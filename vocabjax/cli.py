@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from vocabjax import __version__, count_report, describe, find
-from vocabjax.accelerators import accelerator
+from vocabjax import __version__, count_report, describe, find, plan_report, plan_search
+from vocabjax.accelerators import Accelerator, accelerator
 from vocabjax.allocator import restart_retaining
 from vocabjax.checkpoint import Checkpoints
 from vocabjax.config import Config, differences
@@ -27,6 +28,7 @@ from vocabjax.flags import (
     CountFlags,
     EvalFlags,
     InspectFlags,
+    PlanFlags,
     SampleFlags,
     TrainFlags,
     parse,
@@ -36,14 +38,16 @@ from vocabjax.generate import generate
 from vocabjax.launch import Launch, start
 from vocabjax.load import load_run, run_data
 from vocabjax.log import read_metrics
-from vocabjax.mesh import Layout
+from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
+from vocabjax.plan import plan
 from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.published import MODELS
 from vocabjax.runs import Run
-from vocabjax.step import trace
+from vocabjax.step import lower
+from vocabjax.topologies import tpu_devices
 from vocabjax.train import Interrupted, train
 
 OVERVIEW = """\
@@ -56,6 +60,7 @@ usage: run.py COMMAND ...
   experiment NAME [...]      run an experiment; without a name, list them
   bench NAME [flags]         time a part against its peers; without a name, list the benches
   count CONFIG [flags]       what a model costs: parameters, FLOPs, bytes, by part
+  plan CONFIG [flags]        compile it for a pod that is not here: memory, exchanges, does it fit
   configs                    list the configs, and the published models
 
 examples:
@@ -107,6 +112,7 @@ def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
         "count": _count,
+        "plan": _plan,
         "eval": _eval,
         "sample": _sample,
         "inspect": _inspect,
@@ -173,8 +179,8 @@ def _dry_run(config: Config, layout: Layout) -> None:
         design = Design.of(config, layout)
         config, blueprint, optimizer = design.config, design.blueprint, design.optimizer
         flops = blueprint.train_flops(config.data.length)
-        parts, batch = config.train.accumulate, config.train.batch
-        trace(blueprint, optimizer, design.sparse, (parts, batch // parts, config.data.length))
+        shape = (config.train.batch, config.train.accumulate, config.data.length)
+        lower(blueprint, optimizer, design.sparse, shape)
         print(describe.section("config", describe.config_text(config)))
         print(describe.section("mesh", describe.mesh_text(layout)))
         print(
@@ -225,6 +231,127 @@ def _count(words: list[str]) -> None:
     print(f"{next(iter(designs.values())).note}")
     if asked.out is not None:
         print(f"Figure: {asked.out}")
+
+
+def _chosen(name: str, config: Config, compare: str | None) -> dict[str, Config]:
+    """The config; or, to compare, the vocabularies of others on its trunk."""
+    if compare is None:
+        return {name: config}
+    others = {other: find.load_config(other)[1] for other in compare.split(",")}
+    return {other: on_trunk_of(config, theirs) for other, theirs in others.items()}
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--out {path} must end in .png, .pdf or .svg")
+
+
+def _plan(words: list[str]) -> None:
+    name, config, rest = _config_of("plan", words)
+    flags = parse(PlanFlags, f"plan {name}", rest, PlanFlags(config=config))
+    asked = flags.plan
+    chosen = _chosen(name, flags.config, asked.compare)
+    _check_picture(asked.out)
+    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
+    if asked.topology is not None:
+        if asked.devices is not None or chip is not None:
+            raise UserError(
+                "--topology says what devices there are; leave --devices and --accelerator out"
+            )
+        jax.config.update("jax_platforms", "cpu")
+        devices, chip = tpu_devices(asked.topology)
+    else:
+        simulated = Launch(devices=asked.devices, mesh=f"data={asked.devices or -1}")
+        devices = list(start(simulated).mesh.devices.flat)
+    rules = parse_rules(asked.rules)
+    if asked.search:
+        _search(chosen, devices, chip, as_json=asked.json)
+        return
+    layout = Layout.make(make_mesh(parse_mesh(asked.mesh or ""), devices=devices), rules)
+    layout.require_used()
+    plans = {}
+    for key, value in chosen.items():
+        design = Design.of(value, layout)
+        plans[key], _ = plan(
+            design, chip, asked.mode, context=asked.context, sequences=asked.sequences
+        )
+    if asked.out is not None:
+        plan_report.plot(layout, design.blueprint.sizes.padded, asked.out)
+    if asked.json:
+        values = {key: plan_report.as_json(found) for key, found in plans.items()}
+        print(json.dumps(values if asked.compare else values[name], indent=2))
+        return
+    if asked.compare is None:
+        print(plan_report.as_text(plans[name]))
+    else:
+        print(plan_report.side_by_side(plans))
+        for key, found in plans.items():
+            for warning in found.warnings:
+                print(plan_report.red(f"WARNING: {key}: {warning}"))
+    if asked.out is not None:
+        print(f"Figure: {asked.out}")
+
+
+def _search(
+    chosen: dict[str, Config],
+    devices: Sequence[jax.Device],
+    chip: Accelerator | None,
+    *,
+    as_json: bool,
+) -> None:
+    if chip is None:
+        raise UserError("--search ranks by a chip's figures: give --topology, or --accelerator")
+    if len(chosen) > 1:
+        raise UserError("--search is for one config: leave --compare out")
+    (config,) = chosen.values()
+    one = start(Launch(), one_device=True)
+    with jax.set_mesh(one.mesh):
+        alone = Design.of(config, one)
+        ranked = plan_search.search(alone, devices, chip)
+    rows, found = [], []
+    for index, candidate in enumerate(ranked):
+        row: list[Any] = [
+            ",".join(f"{axis}={size}" for axis, size in candidate.mesh.items()),
+            candidate.rules,
+            describe.size_text(candidate.bytes),
+            "yes" if candidate.fits(chip) else "no",
+            f"{candidate.compute * 1e3:,.1f}",
+            f"{candidate.network * 1e3:,.1f}",
+        ]
+        if index < _COMPILED:
+            mesh = make_mesh(candidate.mesh, devices=devices)
+            layout = Layout.make(mesh, parse_rules(candidate.rules))
+            try:
+                truth, _ = plan(Design.of(alone.config, layout), chip)
+            except UserError as error:
+                row += ["-", str(error)]
+            else:
+                network = (truth.seconds() or {})["network"]
+                row += [describe.size_text(truth.peak), f"{network * 1e3:,.1f}"]
+                found.append(plan_report.as_json(truth))
+        else:
+            row += ["", ""]
+        rows.append(row)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    header = (
+        "mesh",
+        "rules",
+        "bytes",
+        "fits",
+        "compute ms",
+        "network ms",
+        "compiled: peak",
+        "network ms",
+    )
+    print(describe.table(header, rows))
+    print(
+        f"\nby formulas (see vocabjax/plan_search.py); the best {_COMPILED} were compiled for {len(devices)} × {chip.name}"
+    )
+
+
+_COMPILED = 3  # of the candidates of a search
 
 
 def _eval(words: list[str]) -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -109,6 +109,48 @@ class CountFlags:
     """Counts what a config costs: parameters, FLOPs, bytes. Nothing is allocated."""
 
     count: Annotated[CountRequest, Flat, Switches] = field(default_factory=CountRequest)
+    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
+    config: Annotated[Config, Flat] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan for.
+
+    Attributes:
+      mesh: named axes and their sizes, e.g. data=2,model=4; one may be -1. None: every device along data.
+      rules: default or fsdp, and changes to it, as of `train`.
+      devices: simulate so many CPU devices.
+      topology: compile for a TPU slice instead, e.g. v5e:4x4, v5p:4x4x4, v6e:16x16; needs the extra `tpu`.
+      accelerator: the chip whose memory and speed count on simulated devices.
+      mode: the training step, or decoding.
+      context: of decoding: how long the prompts are.
+      sequences: of decoding: how many; None: one per shard of the batch.
+      search: rank meshes and rules for these devices by formulas, then compile the best few.
+      compare: configs, separated by commas, whose vocabularies are planned on this trunk, V and D, side by side.
+      out: a picture to draw of what each device holds, as PNG, PDF or SVG.
+      json: print JSON.
+    """
+
+    mesh: str | None = None
+    rules: str = "default"
+    devices: int | None = None
+    topology: str | None = None
+    accelerator: str | None = None
+    mode: Literal["train", "decode"] = "train"
+    context: int = 1024
+    sequences: int | None = None
+    search: bool = False
+    compare: str | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Compiles the real program for machines that need not be here: what it holds, sends, and whether it fits."""
+
+    plan: Annotated[PlanRequest, Flat, Switches] = field(default_factory=PlanRequest)
     parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
     config: Annotated[Config, Flat] = field(default_factory=Config)
 

@@ -114,7 +114,7 @@ def generate(
         # Seed and end are arguments, not constants: others need no other compilation.
         key = jax.random.key(config.seed)
         end = jnp.int32(NOTHING if end_of_text is None else end_of_text)
-        new_BN = _decode(blueprint, replace(config, seed=0), params, tokens, key, end)
+        new_BN = decode(blueprint, replace(config, seed=0), params, tokens, key, end)
     return [[int(i) for i in row if i != NOTHING] for row in np.asarray(new_BN)[: len(rows)]]
 
 
@@ -181,7 +181,7 @@ def _left_padded(
 
 
 @functools.partial(jax.jit, static_argnames=("blueprint", "config"))
-def _decode(
+def decode(
     blueprint: Blueprint,
     config: SamplingConfig,
     params: Params,
@@ -199,9 +199,10 @@ def _decode(
 
     def choose(h_BTD: jax.Array, step: jax.Array) -> jax.Array:
         """The id after the last position, int32 [B]."""
-        z_BTV = model.vocab.logits(h_BTD[:, -1:])
-        # Sorts and cumulative sums need the vocabulary in one piece; one position of it is small.
-        z_BV = layout.place(z_BTV[:, 0], "batch", None)[:, : blueprint.sizes.logical]
+        with jax.named_scope("scores"):
+            z_BTV = model.vocab.logits(h_BTD[:, -1:])
+            # Sorts and cumulative sums need the vocabulary in one piece; one position of it is small.
+            z_BV = layout.place(z_BTV[:, 0], "batch", None)[:, : blueprint.sizes.logical]
         if config.temperature == 0:
             return jnp.argmax(z_BV, -1).astype(jnp.int32)
         step_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)

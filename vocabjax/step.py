@@ -48,18 +48,24 @@ def to_device(layout: Layout, host: Batch, *axes: str | None) -> Arrays:
     return {name: layout.from_host(array, *axes) for name, array in host.items()}
 
 
-def trace(
+def abstract_batch(layout: Layout, batch: int, accumulate: int, length: int) -> Arrays:
+    """A batch [A, B/A, T] of shapes and shardings."""
+    shape = (accumulate, batch // accumulate, length)
+    sharding = layout.sharding(None, "batch", "seq")
+    array: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    return dict.fromkeys(("ids", "targets", "segment", "position"), array)
+
+
+def lower(
     blueprint: Blueprint,
     optimizer: optax.GradientTransformation,
     sparse: Sparse,
     shape: tuple[int, int, int],
-) -> None:
-    """Traces the step on batches [A, B/A, T] without allocating or compiling: what cannot work raises here."""
-    sharding = blueprint.layout.sharding(None, "batch", "seq")
-    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    batch = dict.fromkeys(("ids", "targets", "segment", "position"), array)
+) -> jax.stages.Lowered:
+    """The step for (batch, accumulate, length), without allocating or compiling: what cannot work raises here."""
     state = abstract_state(blueprint, optimizer, sparse.catch_up)
-    jax.eval_shape(make_step(blueprint, optimizer, sparse=sparse), state, batch)
+    batch = abstract_batch(blueprint.layout, *shape)
+    return make_step(blueprint, optimizer, sparse=sparse).lower(state, batch)
 
 
 def _centred(blueprint: Blueprint, params: Params) -> Params:
@@ -191,7 +197,8 @@ def _loss_and_gradients(
             part, name = vocab.place_of(tied)
             ids, logical = vocab.wanted(tokens, leading=1)[tied], blueprint.infos[tied].logical[0]
             read = {"ids": ids, "of_rows": of_rows[part][name], "logical": logical, "leading": 1}
-        of_scored = back_to_scored(into.total(layout, **read))
+        with jax.named_scope("table_gradient"):
+            of_scored = back_to_scored(into.total(layout, **read))
         gradients = jax.tree.map(jnp.add, gradients, of_scored)
     of_params, of_shared = gradients
     for more in (back_to_tables(of_rows), back_to_lender(of_shared)):

@@ -433,17 +433,19 @@ def _layer(
         return y
 
     x_BTD = at_site("pre_attn", x_BTD, x_BTD)
-    h_BTD = rms_norm(x_BTD, params["attn_norm"])
-    q, k, v = project(config, layout, params, h_BTD, h_BTD, turn)
-    v = at_site("value", h_BTD, v)
-    if kv is not None and start is not None:
-        k = lax.dynamic_update_slice_in_dim(kv[0], k, start, 1)
-        v = lax.dynamic_update_slice_in_dim(kv[1], v, start, 1)
-    attended = attention(layout, q, k, v, tokens.segment_BT, segment_kv_BS, start)
-    x_BTD = x_BTD + merge(layout, params, attended)
+    with jax.named_scope("attention"):
+        h_BTD = rms_norm(x_BTD, params["attn_norm"])
+        q, k, v = project(config, layout, params, h_BTD, h_BTD, turn)
+        v = at_site("value", h_BTD, v)
+        if kv is not None and start is not None:
+            k = lax.dynamic_update_slice_in_dim(kv[0], k, start, 1)
+            v = lax.dynamic_update_slice_in_dim(kv[1], v, start, 1)
+        attended = attention(layout, q, k, v, tokens.segment_BT, segment_kv_BS, start)
+        x_BTD = x_BTD + merge(layout, params, attended)
 
-    h_BTD = rms_norm(x_BTD, params["ffn_norm"])
-    x_BTD = x_BTD + at_site("ffn_out", h_BTD, feed_forward(layout, params, h_BTD))
+    with jax.named_scope("feed_forward"):
+        h_BTD = rms_norm(x_BTD, params["ffn_norm"])
+        x_BTD = x_BTD + at_site("ffn_out", h_BTD, feed_forward(layout, params, h_BTD))
     x_BTD = at_site("post_ffn", x_BTD, x_BTD)
     return x_BTD, (None if kv is None else (k, v)), caches
 
