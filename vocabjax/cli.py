@@ -307,7 +307,7 @@ def _search(
     one = start(Launch(), one_device=True)
     with jax.set_mesh(one.mesh):
         alone = Design.of(config, one)
-        ranked = plan_search.search(alone, devices, chip)
+    ranked = plan_search.search(alone, devices, chip)
     rows, found = [], []
     for index, candidate in enumerate(ranked):
         row: list[Any] = [

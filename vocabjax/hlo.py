@@ -69,18 +69,23 @@ def collectives(text: str) -> list[Collective]:
     """Every exchange of a program, once: what a TPU's fusions do of one asynchronous operation, a part each, is one."""
     found: dict[object, Collective] = {}
     times = _times(text)
-    fused = set(_FUSED.findall(text))
+    # What a TPU fuses has lost its name; the fusion that calls it has not.
+    fused = {
+        match[1]: _ORIGIN.search(line) for _, line in _lines(text) if (match := _FUSED.search(line))
+    }
     for computation, line in _lines(text):
         match = _COLLECTIVE.match(line)
         if match is None:
             continue
-        kind, origin = match["kind"], _ORIGIN.search(line)
-        if computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"
+        kind, origin = match["kind"], _ORIGIN.search(line) or fused.get(computation)
+        arrays, groups = _results(match), _groups(line)
+        if computation.startswith("all-reduce-scatter"):  # what it keeps is its part of that
+            kind, devices = "reduce-scatter", len(groups[0])
+            arrays = tuple((size, (math.prod(shape) // devices,)) for size, shape in arrays)
         new = Collective(
             kind,
-            _results(match),
-            _groups(line),
+            arrays,
+            groups,
             times[computation],
             origin[1] if origin else "",
         )

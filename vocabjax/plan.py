@@ -180,7 +180,7 @@ def plan(
         temporaries=temporaries,
         peak=arguments + outputs - aliased + temporaries,
         exchanges=exchanges(collectives(text), layout),
-        warnings=tuple(_warnings(design, text, mode)),
+        warnings=tuple(faults(design, text, mode)),
         flops=_flops(design, mode, tokens, context),
         compile_seconds=time.perf_counter() - start,
     )
@@ -247,7 +247,7 @@ def _flops(design: Design, mode: Mode, tokens: int, context: int) -> int:
     return tokens * (3 * model.vocab.flops() + (3 + again) * model.trunk.flops(length))
 
 
-def _warnings(design: Design, text: str, mode: Mode) -> list[str]:
+def faults(design: Design, text: str, mode: Mode) -> list[str]:
     """What ought not to be: tables that are gathered or replicated, logits of all tokens at once."""
     blueprint, layout, config = design.blueprint, design.layout, design.config
     found = []

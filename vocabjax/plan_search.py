@@ -51,17 +51,19 @@ def search(design: Design, devices: Sequence[jax.Device], chip: Accelerator) -> 
     Args:
       design: on one device.
     """
-    counted = count(design)
+    with jax.set_mesh(design.layout.mesh):
+        counted = count(design)
     found = []
     for model in (m for m in range(1, len(devices) + 1) if len(devices) % m == 0):
         for rules in ("default", "fsdp"):
             mesh = {"data": len(devices) // model, "model": model}
             layout = Layout.make(make_mesh(mesh, devices=devices), parse_rules(rules))
-            try:
-                there = Design.of(design.config, layout)
-            except UserError:  # a size does not divide
-                continue
-            found.append(_estimate(there, counted, chip, mesh, rules))
+            with jax.set_mesh(layout.mesh):
+                try:
+                    there = Design.of(design.config, layout)
+                except UserError:  # a size does not divide
+                    continue
+                found.append(_estimate(there, counted, chip, mesh, rules))
     if not found:
         raise UserError(
             f"no mesh of {len(devices)} devices divides this config: its batch, heads, feed-forward or width; change --train.batch"

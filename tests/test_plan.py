@@ -1,0 +1,236 @@
+"""A plan is the program that then runs, and its faults are called by name."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import layout_on
+
+from vocabjax import cli, find, plan_search
+from vocabjax.accelerators import ACCELERATORS
+from vocabjax.config import Config
+from vocabjax.design import Design
+from vocabjax.hlo import compiled_text
+from vocabjax.optim import GroupConfig
+from vocabjax.plan import Exchange, Plan, faults, held, part_of, plan
+from vocabjax.plan_report import as_text
+from vocabjax.state import init_state
+from vocabjax.step import abstract_batch, make_step
+from vocabjax.trunk import TrunkConfig
+
+V, D, B, T = 512, 16, 8, 8
+TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=8, head_dim=4, ffn=24)
+
+
+def config_of(name: str, **optim: Any) -> Config:
+    config = find.load_config(name)[1]
+    return replace(
+        config,
+        vocab=replace(config.vocab, size=V, width=D, multiple=8),
+        trunk=TRUNK,
+        data=replace(config.data, length=T),
+        optim=replace(config.optim, **optim),
+        train=replace(config.train, batch=B, accumulate=1),
+    )
+
+
+def shard_bytes(tree: Any) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("mesh", ["data=1,model=8", "data=2,model=4", "data=8,model=1"])
+@pytest.mark.parametrize("rows", [False, True], ids=["dense", "by rows"])
+def test_a_plan_is_the_program_that_runs(mesh: str, rows: bool) -> None:
+    """Its bytes are those of the arrays and of the compiled step; its exchanges those of the text, counted by hand."""
+    sparse: dict[str, Any] = {"embed": GroupConfig(sparse="catch_up")} if rows else {}
+    layout = layout_on(mesh)
+    design = Design.of(config_of("untied", **sparse), layout)
+    found, _ = plan(design)
+    with jax.set_mesh(layout.mesh):
+        params = design.blueprint.init(0)
+        state = init_state(design.optimizer, params, design.sparse.catch_up)
+        assert found.parameters == shard_bytes(params)
+        assert found.moments == shard_bytes((state.optimizer, state.current))
+        step = make_step(design.blueprint, design.optimizer, sparse=design.sparse)
+        batch = jax.tree.map(
+            lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding),
+            abstract_batch(layout, B, 1, T),
+        )
+        compiled = step.lower(state, batch).compile()
+    memory: Any = compiled.memory_analysis()
+    assert (found.arguments, found.temporaries, found.outputs) == (
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+    )
+    # The number of the step is one more; the norm of the last gradients, in the moments, is not read.
+    assert found.arguments == found.parameters + found.moments + shard_bytes(batch)
+    # Donated: nothing of the state is there twice.
+    assert found.outputs - found.aliased < 1000
+    sent: dict[str, int] = {}
+    for line in (compiled.as_text() or "").splitlines():
+        if kind := re.search(r"= .* (all-\w+|reduce-scatter|collective-permute)\(", line):
+            numbers = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", line[: kind.start(1)])
+            size = sum(
+                int(bits) // 8 * eval("*".join(dims.split(",")) or "1") for bits, dims in numbers
+            )
+            sent[kind[1]] = sent.get(kind[1], 0) + size  # once: what loops do is tested in test_hlo
+    by_kind: dict[str, int] = {}
+    for exchange in found.exchanges:
+        by_kind[exchange.kind] = by_kind.get(exchange.kind, 0) + exchange.bytes
+    assert by_kind == sent
+
+
+def test_a_table_s_bytes_shrink_with_its_shards_and_an_unsharded_one_is_called_out() -> None:
+    bytes_of = {}
+    for shards in (1, 4, 8):
+        layout = layout_on(f"data={8 // shards},model={shards}")
+        found, _ = plan(Design.of(config_of("untied"), layout))
+        tied = held(Design.of(config_of("tied"), layout).blueprint.abstract())
+        bytes_of[shards] = found.parameters - tied
+        is_called_out = any("the vocabulary is not sharded" in w for w in found.warnings)
+        assert is_called_out == (shards == 1)
+        assert len(found.warnings) == is_called_out
+    assert bytes_of == {shards: 4 * 512 * D // shards for shards in (1, 4, 8)}
+
+
+def test_gathered_tables_and_whole_logits_are_called_by_name() -> None:
+    layout = layout_on("data=2,model=4")
+    config = config_of("untied")
+    design = Design.of(replace(config, vocab=replace(config.vocab, objective=replace(config.vocab.objective, chunk=4))), layout)  # fmt: skip
+    table = jax.device_put(jnp.ones((512, D)), layout.sharding("vocab", None))
+    h = jax.device_put(jnp.ones((B, T, D)), layout.sharding("batch", "seq", None))
+
+    @jax.jit
+    def step(h: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z = jnp.einsum("btd,vd->btv", h, table)
+        return layout.place(table, None, None), jax.nn.softmax(z)
+
+    with jax.set_mesh(layout.mesh):
+        found = faults(design, compiled_text(step, h, table), "train")
+    assert any("vocab/input/table is gathered" in fault for fault in found)
+    assert any("logits of all tokens at once: a buffer of (4, 8, 128)" in fault for fault in found)
+
+
+def test_decoding_is_planned_with_what_every_token_costs() -> None:
+    design = Design.of(config_of("tied"), layout_on("data=2,model=4"))
+    found, _ = plan(design, mode="decode", context=16, sequences=4)
+    assert found.moments == 0
+    each = [x for x in found.exchanges if x.times is None]
+    assert {(x.part, x.kind) for x in each} >= {("scores", "all-gather"), ("lookups", "all-reduce")}
+    # Of a device's two sequences, one token's width.
+    (lookup,) = [x for x in each if x.part == "lookups"]
+    assert lookup.bytes == 2 * D * 4
+
+
+def test_estimates_are_hand_arithmetic() -> None:
+    chip = ACCELERATORS["v5e"]
+    exchanges = (
+        Exchange("all-reduce", ("model",), "attention", 1000, 3, 4),
+        Exchange("all-gather", ("data",), "trunk", 400, 1, 2),
+    )
+    made = Plan(
+        {"data": 2, "model": 4}, "train", chip, 64, 10, 20, 40, 36, 30, 100, 146, exchanges, (), 8 * 197 * 10**12, 0.1,
+    )  # fmt: skip
+    seconds = made.seconds()
+    assert seconds is not None
+    assert seconds["compute"] == pytest.approx(1.0)
+    assert seconds["memory"] == pytest.approx((40 + 36 + 200) / 819e9)
+    assert seconds["network"] == pytest.approx((2 * 3000 * 3 / 4 + 400 / 2) / (2 * 50e9))
+    assert made.fits
+    assert not replace(made, peak=17 * 2**30).fits
+    text = as_text(replace(made, peak=17 * 2**30, temporaries=16 * 2**30))
+    assert "does not fit: 106%" in text
+    assert "--trunk.remat full" in text
+
+
+def test_parts_are_told_by_where_operations_come_from() -> None:
+    assert (
+        part_of("jit(step)/transpose(jvp(trunk))/while/body/attention/dot")
+        == "attention (backward)"
+    )
+    assert part_of("jit(step)/jvp(jit(accumulate_cross_entropy))/psum") == "loss"
+    assert part_of("jit(step)/jvp(jit(lookup))/shard_map/psum") == "lookups"
+    assert part_of("") == "unnamed"
+
+
+def test_a_search_ranks_what_fits_by_time_and_leaves_out_what_does_not_divide() -> None:
+    layout = layout_on("data=1,model=1")
+    design = Design.of(config_of("tied"), layout)
+    ranked = plan_search.search(design, jax.devices(), ACCELERATORS["v5e"])
+    meshes = {tuple(c.mesh.values()) for c in ranked}
+    assert meshes <= {(8, 1), (4, 2), (2, 4), (1, 8)}
+    assert len(ranked) == 2 * len(meshes)
+    seconds = [c.seconds for c in ranked]
+    assert seconds == sorted(seconds)
+    by_mesh = {(c.mesh["data"], c.rules): c for c in ranked}
+    assert by_mesh[8, "fsdp"].bytes < by_mesh[8, "default"].bytes
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "devices.png"
+    words = ["plan", "tied", "--vocab.size", "500", "--devices", "8", "--mesh", "data=2,model=4", "--accelerator", "v5e"]  # fmt: skip
+    assert cli.main([*words, "--json", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 8
+    assert found["fits"] is True
+    assert found["warnings"] == []
+    assert {x["part"] for x in found["exchanges"]} >= {"loss", "attention", "lookups"}
+    assert picture.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--topology", "v5e:3x3x3"], "--topology 'v5e:3x3x3' is not known; write e.g. v5e:4x4; known: v4"),
+        (["--topology", "v5e:4x4", "--devices", "8"], "--topology says what devices there are"),
+        (["--devices", "8", "--mesh", "data=3"], "mesh data=3 needs 3 devices, but there are 8"),
+        (["--devices", "8", "--train.batch", "12"], "12 does not divide over the 8 shards"),
+        (["--devices", "8", "--search"], "--search ranks by a chip's figures: give --topology"),
+        (["--devices", "8", "--accelerator", "h1000"], "unknown accelerator 'h1000'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_said(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "tied", "--vocab.size", "500", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_libtpu_the_line_that_installs_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["plan", "tied", "--vocab.size", "500", "--topology", "v5e:4x4"]) == 2
+    assert "pip install 'vocabjax[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_a_tpu_slice_compiles_and_gathers_no_table(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "plan",
+        name,
+        "--vocab.size",
+        "4096",
+        "--vocab.dtype",
+        "bfloat16",
+        "--topology",
+        "v5e:2x4",
+    ]
+    assert cli.main([*words, "--mesh", "data=2,model=4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chip"] == "v5e"
+    assert found["warnings"] == []
+    assert found["fits"] is True
+    tables = {"tied": 1, "untied": 2}[name]
+    assert found["bytes_per_device"]["parameters"] >= tables * 4096 // 4 * 64 * 4
+    parts = {x["part"] for x in found["exchanges"]}
+    assert {"loss", "lookups", "attention", "feed-forward"} <= parts
