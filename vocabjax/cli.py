@@ -16,15 +16,19 @@ import jax
 
 from vocabjax import __version__, count_report, describe, find, plan_report, plan_search
 from vocabjax.accelerators import Accelerator, accelerator
+from vocabjax.advise import Needs, advise
 from vocabjax.allocator import restart_retaining
 from vocabjax.checkpoint import Checkpoints
-from vocabjax.config import Config, differences
+from vocabjax.config import Config, differences, to_json
 from vocabjax.count import count, on_trunk_of
 from vocabjax.data.tokenizer import decode, encode_documents, with_end_of_text
 from vocabjax.design import Design
 from vocabjax.errors import UserError, nearest
 from vocabjax.evaluate import Evaluator
+from vocabjax.experiment import depth_of_equal_parameters, with_layers
+from vocabjax.files import write_atomic
 from vocabjax.flags import (
+    AdviseFlags,
     CountFlags,
     EvalFlags,
     InspectFlags,
@@ -60,6 +64,7 @@ usage: run.py COMMAND ...
   experiment NAME [...]      run an experiment; without a name, list them
   bench NAME [flags]         time a part against its peers; without a name, list the benches
   count CONFIG [flags]       what a model costs: parameters, FLOPs, bytes, by part
+  advise CONFIG [flags]      what to choose for its vocabulary, why, and how sure that is
   plan CONFIG [flags]        compile it for a pod that is not here: memory, exchanges, does it fit
   configs                    list the configs, and the published models
 
@@ -112,6 +117,7 @@ def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
         "count": _count,
+        "advise": _advise,
         "plan": _plan,
         "eval": _eval,
         "sample": _sample,
@@ -244,6 +250,48 @@ def _chosen(name: str, config: Config, compare: str | None) -> dict[str, Config]
 def _check_picture(path: Path | None) -> None:
     if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(f"--out {path} must end in .png, .pdf or .svg")
+
+
+def _advise(words: list[str]) -> None:
+    name, config, rest = _config_of("advise", words)
+    flags = parse(AdviseFlags, f"advise {name}", rest, AdviseFlags(config=config))
+    asked, config = flags.advise, flags.config
+    if asked.out is not None and asked.out.suffix != ".json":
+        raise UserError(f"--out {asked.out} must end in .json")
+    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
+    needs = Needs(
+        *(asked.on_device, asked.tokens, asked.passes, asked.input_only, chip, asked.shards)
+    )
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy
+    layout = start(Launch(), one_device=True)
+    with jax.set_mesh(layout.mesh):
+        if asked.parameters is not None:
+            config = _of_size(config, asked.parameters, layout)
+        lines, advised = advise(config, needs, layout)
+    if asked.out is not None:
+        write_atomic(asked.out, to_json(advised))
+    if asked.json:
+        advice = [line._asdict() for line in lines]
+        print(json.dumps({"advice": advice, "config": json.loads(to_json(advised))}, indent=2))
+        return
+    for line in lines:
+        print(describe.hang(f"{line.topic}: ", line.choice))
+        print(describe.hang("    ", f"{line.because}."))
+        print(describe.hang("    ", f"[{line.certainty}: {line.source}]") + "\n")
+    changes = differences(advised, config)
+    print(describe.section(f"what that changes of {name}", "\n".join(changes) or "nothing"))
+    if asked.out is None:
+        print("--out FILE.json keeps the config")
+    else:
+        print(f"{asked.out}: look at it with `train {asked.out} --dry-run`")
+
+
+def _of_size(config: Config, parameters: float, layout: Layout) -> Config:
+    if not 1e3 <= parameters < 1e13:
+        raise UserError(f"--parameters = {parameters:g} must be between 1e3 and 1e13")
+    if config.vocab.size is None:
+        raise UserError("--parameters needs the vocabulary's size: --vocab.size")
+    return with_layers(config, depth_of_equal_parameters(config, int(parameters), layout))
 
 
 def _plan(words: list[str]) -> None:

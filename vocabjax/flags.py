@@ -156,6 +156,42 @@ class PlanFlags:
 
 
 @dataclass(frozen=True)
+class AdviseRequest:
+    """What is known beside the config.
+
+    Attributes:
+      parameters: aim at a model of so many (3e9), by its depth; None: the config's.
+      on_device: it is to decode where memory is scarce and storage is not.
+      tokens: of training text.
+      passes: over that text.
+      input_only: share of ids that are read and never predicted, such as image placeholders.
+      accelerator: the chip that it decodes on.
+      shards: of the vocabulary.
+      out: write the advised config there, a .json that `train` takes.
+      json: print JSON.
+    """
+
+    parameters: float | None = None
+    on_device: bool = False
+    tokens: float | None = None
+    passes: float = 1.0
+    input_only: float = 0.0
+    accelerator: str | None = None
+    shards: int = 1
+    out: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class AdviseFlags:
+    """What to choose for this model's vocabulary, why, and how sure that is."""
+
+    advise: Annotated[AdviseRequest, Flat, Switches] = field(default_factory=AdviseRequest)
+    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
+    config: Annotated[Config, Flat] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
 class EvalFlags:
     """Evaluates a checkpoint on the validation split, on one device unless told otherwise.
 
