@@ -16,11 +16,13 @@ from vocabjax.accelerators import ACCELERATORS
 from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.hlo import compiled_text
+from vocabjax.mesh import make_mesh
 from vocabjax.optim import GroupConfig
 from vocabjax.plan import Exchange, Plan, faults, held, part_of, plan
 from vocabjax.plan_report import as_text
 from vocabjax.state import init_state
 from vocabjax.step import abstract_batch, make_step
+from vocabjax.topologies import tpu_devices
 from vocabjax.trunk import TrunkConfig
 
 V, D, B, T = 512, 16, 8, 8
@@ -211,9 +213,11 @@ def test_without_libtpu_the_line_that_installs_it_is_told(
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("name", "topology"), [("tied", "v5e:2x4"), ("untied", "v5e:2x4"), ("tied", "v6e:2x4")]
+)
 def test_a_tpu_slice_compiles_and_gathers_no_table(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, topology: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "plan",
@@ -223,7 +227,7 @@ def test_a_tpu_slice_compiles_and_gathers_no_table(
         "--vocab.dtype",
         "bfloat16",
         "--topology",
-        "v5e:2x4",
+        topology,
     ]
     assert cli.main([*words, "--mesh", "data=2,model=4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -234,3 +238,13 @@ def test_a_tpu_slice_compiles_and_gathers_no_table(
     assert found["bytes_per_device"]["parameters"] >= tables * 4096 // 4 * 64 * 4
     parts = {x["part"] for x in found["exchanges"]}
     assert {"loss", "lookups", "attention", "feed-forward"} <= parts
+
+
+@pytest.mark.tpu
+def test_a_mesh_may_cut_an_axis_of_the_torus() -> None:
+    """2 of a 4×4×4, which JAX's own mesh refuses."""
+    devices, chip = tpu_devices("v5p:4x4x4")
+    mesh = make_mesh({"data": 32, "model": 2}, devices=list(devices))
+    assert dict(mesh.shape) == {"data": 32, "model": 2}
+    assert len({d.id for d in mesh.devices.flat}) == 64
+    assert chip.name == "v5p"

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vocabjax.errors import UserError, nearest
@@ -60,10 +61,14 @@ def make_mesh(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed})"
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
+    shape, names = tuple(sizes.values()), tuple(sizes)
     # Axis types are always stated: `jax.make_mesh` and `Mesh` have opposite defaults.
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=pool
-    )
+    kinds = (kind,) * len(sizes)
+    try:
+        return jax.make_mesh(shape, names, axis_types=kinds, devices=pool)
+    except NotImplementedError:  # an axis is no whole axis of the torus, as 2 of a 4×4×4: cut one
+        cut = mesh_utils.create_device_mesh(shape, pool, allow_split_physical_axes=True)
+        return Mesh(cut, names, axis_types=kinds)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
