@@ -7,6 +7,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import layout_on
@@ -15,7 +16,16 @@ from small_runs import config_of
 from vocabjax import cli, find
 from vocabjax import config as configuration
 from vocabjax.config import from_json, to_json
-from vocabjax.flags import EvalFlags, SampleFlags, TrainFlags, parse, with_parts
+from vocabjax.flags import (
+    AdviseFlags,
+    CountFlags,
+    EvalFlags,
+    PlanFlags,
+    SampleFlags,
+    TrainFlags,
+    parse,
+    with_parts,
+)
 from vocabjax.train import Setup, train
 from vocabjax.vocab import heads
 from vocabjax.vocab.interfaces import HeadConfig
@@ -69,9 +79,16 @@ SHOWN = [
 @pytest.mark.parametrize("line", SHOWN)
 def test_every_command_shown_is_understood(line: str) -> None:
     command, *words = shlex.split(line)
-    if command == "train":
+    of_config: dict[str, Any] = {
+        "train": TrainFlags,
+        "count": CountFlags,
+        "advise": AdviseFlags,
+        "plan": PlanFlags,
+    }
+    if command in of_config:
         config = with_parts(find.load_config(words[0])[1], words[1:])
-        parse(TrainFlags, command, words[1:], TrainFlags(config=config)).config.check()
+        kind = of_config[command]
+        parse(kind, command, words[1:], kind(config=config)).config.check()
     else:
         parse({"eval": EvalFlags, "sample": SampleFlags}[command], command, words)
 

@@ -73,6 +73,8 @@ examples:
   run.py train tied --vocab.width 256 --optim.tied.lr 5 --train.steps 1000 --name wide
   run.py train untied --devices 8 --mesh data=2,model=4 --rules fsdp --dry-run
   run.py train tied --data.source "files:books/*.txt" --head untied
+  run.py count article_3b --compare tied,untied,ple
+  run.py plan qwen2_0_5b --topology v5e:4x4 --mesh data=8,model=2 --train.batch 16
   run.py eval wide --step latest --data gcide
   run.py sample wide --prompt "The history of" --temperature 0.8 --top-p 0.95
 

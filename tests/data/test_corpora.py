@@ -164,7 +164,7 @@ def write_bin(path, ids, dtype, **about):
 def test_token_files(tmp_path):
     name = write_bin(tmp_path / "t.bin", [3, 1, 2], "uint16", size=9, end_of_text=3, bytes=7)
     stored = corpora.read_tokens(name)
-    assert (stored.tokens.tolist(), stored.size) == ([3, 1, 2], 9)
+    assert (stored.tokens[:].tolist(), stored.size) == ([3, 1, 2], 9)
     assert (stored.end_of_text, stored.bytes) == (3, 7)
     np.save(tmp_path / "t.npy", np.array([5, 30, 2]))
     stored = corpora.read_tokens(str(tmp_path / "t.npy"))
@@ -225,3 +225,51 @@ def test_missing_or_foreign_token_file(tmp_path):
         corpora.read_tokens(str(tmp_path / "none.npy"))
     with pytest.raises(UserError, match=r"\.npy file"):
         corpora.read_tokens(str(tmp_path / "t.txt"))
+
+
+def test_shards_are_one_stream(tmp_path):
+    parts = [[3, 1, 2], [4], [5, 6, 3, 7]]
+    for index, ids in enumerate(parts):
+        write_bin(
+            tmp_path / f"part-{index}.bin", ids, "uint16", size=9, end_of_text=3, bytes=index + 1
+        )
+    stored = corpora.read_tokens(f"{tmp_path}/part-*.bin")
+    whole = [i for part in parts for i in part]
+    assert (len(stored.tokens), stored.size, stored.end_of_text, stored.bytes) == (8, 9, 3, 6)
+    for start in range(9):
+        for stop in range(start, 9):
+            assert stored.tokens[start:stop].tolist() == whole[start:stop]
+    assert isinstance(stored.tokens[0:3], np.memmap)  # of one shard: not copied
+    write_bin(tmp_path / "part-1.bin", [8], "uint16", size=10, end_of_text=3)
+    with pytest.raises(UserError, match=r"part-1\.bin: size is 10, but .*part-0\.bin says 9"):
+        corpora.read_tokens(f"{tmp_path}/part-*.bin")
+    write_bin(tmp_path / "part-1.bin", [9], "uint16", size=9, end_of_text=3)
+    with pytest.raises(IdError, match=r"part-1\.bin: token id 9 at position 0"):
+        corpora.read_tokens(f"{tmp_path}/part-*.bin")
+
+
+def test_parquet_and_array_records_hold_documents(tmp_path):
+    """The same documents as in lines of JSON."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+    from pyarrow import parquet, table
+
+    documents = ["a b c", "déjà vu", "x\ny"]
+    parquet.write_table(
+        table({"n": [1, 2, 3], "text": documents}), tmp_path / "a.parquet", row_group_size=2
+    )
+    writer = ArrayRecordWriter(str(tmp_path / "a.arrayrecord"), "group_size:1")
+    for document in documents:
+        writer.write(document.encode())
+    writer.close()
+    for name in ("a.parquet", "a.arrayrecord"):
+        assert corpora.load_documents(f"files:{tmp_path}/{name}") == documents
+    parquet.write_table(table({"texts": documents}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet: has no column 'text'; did you mean 'texts'"):
+        corpora.load_documents(f"files:{tmp_path}/b.parquet")
+    parquet.write_table(table({"text": ["a", None]}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"c\.parquet, row 1: 'text' is NoneType"):
+        corpora.load_documents(f"files:{tmp_path}/c.parquet")
+    for name in ("d.parquet", "d.arrayrecord"):
+        (tmp_path / name).write_bytes(b"not that")
+        with pytest.raises(UserError, match=rf"{name}: cannot be read as"):
+            corpora.load_documents(f"files:{tmp_path}/{name}")

