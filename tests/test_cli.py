@@ -28,6 +28,7 @@ from vocabjax.config import Config, differences, from_json, to_json
 from vocabjax.flags import TrainFlags, parse, with_parts
 from vocabjax.optim import NamedGroup, OptimConfig
 from vocabjax.presets import PRESETS
+from vocabjax.published import MODELS
 from vocabjax.vocab.core import VocabConfig
 from vocabjax.vocab.heads.linear import UntiedHead
 
@@ -105,13 +106,14 @@ def fails(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 def test_configs_are_listed_with_their_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("configs") == 0
-    configs, presets = capsys.readouterr().out.split("\n\n")
+    configs, models, presets = capsys.readouterr().out.split("\n\n")
     docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text())) for path in CONFIGS}
     expected = [
         [[name, str(text).splitlines()[0]] for name, text in docstrings.items()],
+        [[name, title] for name, (title, _) in MODELS.items()],
         [[name, preset.summary] for name, preset in PRESETS.items()],
     ]
-    for printed, known in zip((configs, presets), expected, strict=True):
+    for printed, known in zip((configs, models, presets), expected, strict=True):
         assert [line.split(maxsplit=1) for line in printed.splitlines()[1:]] == known
 
 

@@ -365,8 +365,8 @@ def _search(
             candidate.rules,
             describe.size_text(candidate.bytes),
             "yes" if candidate.fits(chip) else "no",
-            f"{candidate.compute * 1e3:,.1f}",
-            f"{candidate.network * 1e3:,.1f}",
+            f"{candidate.compute * 1e3:.3g}",
+            f"{candidate.network * 1e3:.3g}",
         ]
         if index < _COMPILED:
             mesh = make_mesh(candidate.mesh, devices=devices)
@@ -377,7 +377,7 @@ def _search(
                 row += ["-", str(error)]
             else:
                 network = (truth.seconds() or {})["network"]
-                row += [describe.size_text(truth.peak), f"{network * 1e3:,.1f}"]
+                row += [describe.size_text(truth.peak), f"{network * 1e3:.3g}"]
                 found.append(plan_report.as_json(truth))
         else:
             row += ["", ""]
