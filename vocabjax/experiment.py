@@ -75,6 +75,22 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
     write_atomic(path, "".join(json.dumps(result, allow_nan=False) + "\n" for result in results))
 
 
+def report(
+    results: list[Result],
+    out: Path,
+    table: str,
+    verdict: str,
+    plot: Callable[[list[Result], Path], None],
+) -> None:
+    """Writes results.jsonl, table.md, verdict.txt and curves.png, and prints the middle two."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_results(out / "results.jsonl", results)
+    write_atomic(out / "table.md", table)
+    write_atomic(out / "verdict.txt", verdict)
+    plot(results, out / "curves.png")
+    print(table, verdict, f"Figure: {out / 'curves.png'}", sep="\n")
+
+
 def read_results(path: Path) -> list[Result]:
     """What `write_results` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]

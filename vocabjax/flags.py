@@ -247,6 +247,22 @@ class InspectFlags:
     runs: Path = Path("runs")
 
 
+@dataclass(frozen=True)
+class StudyFlags:
+    """Settings of the experiment.
+
+    Attributes:
+      runs: the directory that holds runs; finished arms are skipped, killed ones resumed.
+      out: where results, table and figure go; None: the experiment's folder under `runs`.
+      quiet: no progress.
+    """
+
+    runs: Path = Path("runs")
+    out: Path | None = None
+    quiet: Annotated[bool, Switches] = False
+    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
+
+
 def parse(
     kind: type[_Flags], command: str, words: list[str], default: _Flags | None = None
 ) -> _Flags:

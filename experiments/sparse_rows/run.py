@@ -6,9 +6,8 @@ Arms: dense; catch_up (a row is given what it missed when it is read next); lazy
 0.1 on the table, where lazy is refused since rows would miss it, and none.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
@@ -22,12 +21,11 @@ from vocabjax.experiment import (
     difference,
     markdown_table,
     over,
+    report,
     run_arms,
-    write_results,
 )
-from vocabjax.files import write_atomic
-from vocabjax.flags import Flat, Switches, parse
-from vocabjax.launch import Launch, start
+from vocabjax.flags import StudyFlags, parse
+from vocabjax.launch import start
 from vocabjax.load import load_run
 from vocabjax.mesh import Layout
 from vocabjax.optim import GroupConfig, OptimConfig, Sparse
@@ -42,22 +40,6 @@ SETTINGS: tuple[tuple[float, dict[str, Sparse]], ...] = (
     (0.0, {DENSE: "off", CATCH_UP: "catch_up", LAZY: "lazy"}),
 )
 SEEDS = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of the experiment.
-
-    Attributes:
-      runs: the directory that holds runs; finished arms are skipped, killed ones resumed.
-      out: where results, table and figure go; None: the experiment's folder under `runs`.
-      quiet: no progress.
-    """
-
-    runs: Path = Path("runs")
-    out: Path | None = None
-    quiet: Annotated[bool, Switches] = False
-    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 def arms_of(seed: int, train_tokens: int = 200_000) -> list[Arm]:
@@ -154,18 +136,13 @@ def study(
     if jax.process_index() == 0:
         from ..tied_vs_untied.plot import plot  # draws with matplotlib, which only reporting needs
 
-        out.mkdir(parents=True, exist_ok=True)
-        write_results(out / "results.jsonl", results)
-        write_atomic(out / "table.md", table(results))
-        write_atomic(out / "verdict.txt", verdict(results))
-        plot(results, out / "curves.png")
-        print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
+        report(results, out, table(results), verdict(results), plot)
     return results
 
 
 def main(arguments: list[str]) -> None:
     """Runs the study and writes results.jsonl, table.md, verdict.txt and curves.png."""
-    options = parse(Options, "experiment sparse_rows", arguments)
+    options = parse(StudyFlags, "experiment sparse_rows", arguments)
     layout = start(options.launch)
     runs = options.runs / "sparse_rows"
     arms = [arm for seed in SEEDS for arm in arms_of(seed)]

@@ -6,9 +6,8 @@ Arms: no tying (three tables), target tying (the decoder's input and the head sh
 task: a dictionary's headword to its definition. Random keys follow the parameter's path, so what two arms share starts equal.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
@@ -25,12 +24,11 @@ from vocabjax.experiment import (
     lowest,
     markdown_table,
     over,
+    report,
     run_arms,
-    write_results,
 )
-from vocabjax.files import write_atomic
-from vocabjax.flags import Flat, Switches, parse
-from vocabjax.launch import Launch, start
+from vocabjax.flags import StudyFlags, parse
+from vocabjax.launch import start
 from vocabjax.load import load_run, run_data
 from vocabjax.mesh import Layout
 from vocabjax.optim import OptimConfig
@@ -42,22 +40,6 @@ from vocabjax.vocab.interfaces import Objective
 NONE, TARGET, THREE_WAY = "no tying", "target tying", "three-way tying"
 CELLS = ((80_000, 4), (20_000, 16))  # training tokens, passes over them: equally many steps
 SEEDS = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of the experiment.
-
-    Attributes:
-      runs: the directory that holds runs; finished arms are skipped, killed ones resumed.
-      out: where results, table and figure go; None: the experiment's folder under `runs`.
-      quiet: no progress.
-    """
-
-    runs: Path = Path("runs")
-    out: Path | None = None
-    quiet: Annotated[bool, Switches] = False
-    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 def arms_of(train_tokens: int, passes: int, seed: int) -> list[Arm]:
@@ -150,7 +132,7 @@ def verdict(results: list[Result]) -> str:
 
 def main(arguments: list[str]) -> None:
     """Runs the study and writes results.jsonl, table.md, verdict.txt and curves.png."""
-    options = parse(Options, "experiment three_way", arguments)
+    options = parse(StudyFlags, "experiment three_way", arguments)
     layout = start(options.launch)
     runs = options.runs / "three_way_study"  # a run of the config lies in three_way
     arms = [arm for cell in CELLS for seed in SEEDS for arm in arms_of(*cell, seed)]
@@ -197,10 +179,5 @@ def study(
     if jax.process_index() == 0:
         from ..tied_vs_untied.plot import plot  # draws with matplotlib, which only reporting needs
 
-        out.mkdir(parents=True, exist_ok=True)
-        write_results(out / "results.jsonl", results)
-        write_atomic(out / "table.md", table(results))
-        write_atomic(out / "verdict.txt", verdict(results))
-        plot(results, out / "curves.png")
-        print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
+        report(results, out, table(results), verdict(results), plot)
     return results

@@ -8,7 +8,7 @@ values of every parameter that two arms share are equal, because random keys fol
 residual projections `o` and `down` are drawn with a scale of (2L)^−½, so those of the deeper arm are as much smaller.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,13 +25,12 @@ from vocabjax.experiment import (
     lowest,
     markdown_table,
     over,
+    report,
     run_arms,
     with_layers,
-    write_results,
 )
-from vocabjax.files import write_atomic
-from vocabjax.flags import Flat, Switches, parse
-from vocabjax.launch import Launch, start
+from vocabjax.flags import StudyFlags, Switches, parse
+from vocabjax.launch import start
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig
@@ -75,21 +74,14 @@ FULL_CELLS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(StudyFlags):
     """Settings of the experiment.
 
     Attributes:
       full: the real study instead of the small one.
-      runs: the directory that holds runs; finished arms are skipped, killed ones resumed.
-      out: where results, table and figure go; None: the experiment's folder under `runs`.
-      quiet: no progress.
     """
 
     full: Annotated[bool, Switches] = False
-    runs: Path = Path("runs")
-    out: Path | None = None
-    quiet: Annotated[bool, Switches] = False
-    launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
 
 
 def base_config(cell: Cell, seed: int) -> Config:
@@ -223,10 +215,5 @@ def study(
     if jax.process_index() == 0:
         from .plot import plot  # draws with matplotlib, which only reporting needs
 
-        out.mkdir(parents=True, exist_ok=True)
-        write_results(out / "results.jsonl", results)
-        write_atomic(out / "table.md", table(results))
-        write_atomic(out / "verdict.txt", verdict(results))
-        plot(results, out / "curves.png")
-        print(table(results), verdict(results), f"Figure: {out / 'curves.png'}", sep="\n")
+        report(results, out, table(results), verdict(results), plot)
     return results
