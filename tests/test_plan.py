@@ -24,6 +24,10 @@ from vocabjax.state import init_state
 from vocabjax.step import abstract_batch, make_step
 from vocabjax.topologies import tpu_devices
 from vocabjax.trunk import TrunkConfig
+from vocabjax.vocab.interfaces import Objective
+from vocabjax.vocab.loss import linear_cross_entropy
+from vocabjax.vocab.scores import Scoring
+from vocabjax.vocab.sizes import Sizes
 
 V, D, B, T = 512, 16, 8, 8
 TRUNK = TrunkConfig(layers=2, heads=8, kv_heads=8, head_dim=4, ffn=24)
@@ -99,6 +103,33 @@ def test_a_table_s_bytes_shrink_with_its_shards_and_an_unsharded_one_is_called_o
         assert is_called_out == (shards == 1)
         assert len(found.warnings) == is_called_out
     assert bytes_of == {shards: 4 * 512 * D // shards for shards in (1, 4, 8)}
+
+
+def test_temporaries_of_the_loss_grow_with_activations_alone() -> None:
+    """Within (chunk·R + 2·R·D)·4 bytes for R rows of a shard, and of every further token a few times its width, never its scores."""
+    layout = layout_on("data=2,model=4")
+    rows, chunk = 2048, 8
+    scoring = Scoring(layout, Sizes.make(4 * rows, 1, (), layout))
+    table = jax.ShapeDtypeStruct((4 * rows, D), jnp.float32, sharding=layout.sharding("vocab", None))  # fmt: skip
+
+    def temporaries(tokens: int) -> int:
+        def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            axes = ["batch", "seq", None][: len(shape)]
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*axes))
+
+        def loss(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+            return linear_cross_entropy(scoring, Objective(chunk=chunk), h, table, targets).total
+
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        shapes = of((2, tokens, D), jnp.float32), table, of((2, tokens), jnp.int32)
+        memory: Any = step.lower(*shapes).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes)
+
+    with jax.set_mesh(layout.mesh):
+        few, many = temporaries(64), temporaries(256)
+    activations = 8 * D * 4  # bytes per token
+    assert few <= (chunk * rows + 2 * rows * D) * 4 + 64 * activations
+    assert many - few <= (256 - 64) * activations
 
 
 def test_gathered_tables_and_whole_logits_are_called_by_name() -> None:
