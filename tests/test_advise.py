@@ -14,6 +14,7 @@ from vocabjax import cli, find
 from vocabjax.accelerators import ACCELERATORS
 from vocabjax.advise import Advice, Needs, advise, rows_seen
 from vocabjax.config import Config
+from vocabjax.design import Design
 from vocabjax.published import MODELS
 
 
@@ -23,7 +24,7 @@ def advised(name: str, **needs: Any) -> tuple[dict[str, Advice], Config]:
     if config.vocab.size is None:
         config = replace(config, vocab=replace(config.vocab, size=4096))
     with jax.set_mesh(layout.mesh):
-        lines, config = advise(config, Needs(**needs), layout)
+        lines, config = advise(Design.of(config, layout), Needs(**needs))
     return {line.topic: line for line in lines}, config
 
 
@@ -91,7 +92,7 @@ def test_an_untied_input_of_which_few_rows_are_read_is_trained_by_rows() -> None
     layout = layout_on("data=1,model=1")
     config = replace(config, vocab=replace(config.vocab, width=1024), trunk=replace(config.trunk, head_dim=64))  # fmt: skip
     with jax.set_mesh(layout.mesh):
-        lines, config = advise(config, Needs(), layout)
+        lines, config = advise(Design.of(config, layout), Needs())
     assert config.vocab.head.kind == "untied"
     assert config.optim.embed.sparse == "catch_up"
     assert any(line.source == "experiments/sparse_rows" for line in lines)

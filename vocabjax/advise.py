@@ -16,7 +16,6 @@ from vocabjax.count import Count, count
 from vocabjax.describe import size_text
 from vocabjax.design import Design
 from vocabjax.errors import UserError
-from vocabjax.mesh import Layout
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
 from vocabjax.vocab.memories.ple import PLE
 
@@ -92,17 +91,16 @@ class _Model(NamedTuple):
         return self.table / self.tied.parameters
 
 
-def advise(config: Config, needs: Needs, layout: Layout) -> tuple[list[Advice], Config]:
-    """The decisions for a config on one device, and the config that follows them.
+def advise(design: Design, needs: Needs) -> tuple[list[Advice], Config]:
+    """The decisions for a design on one device, and the config that follows them.
 
     Raises:
       UserError: needs that cannot be, or a config that does not fit together.
     """
     needs.check()
-    design = Design.of(config, layout)
     config = design.config
     plain = replace(config, vocab=replace(config.vocab, head=TiedHead(), memories=()))
-    counted = count(Design.of(plain, layout))
+    counted = count(Design.of(plain, design.layout))
     assert config.vocab.size is not None
     model = _Model(config, needs, counted, config.vocab.size, config.vocab.width)
     lines: list[Advice] = []

@@ -269,7 +269,8 @@ def _advise(words: list[str]) -> None:
     with jax.set_mesh(layout.mesh):
         if asked.parameters is not None:
             config = _of_size(config, asked.parameters, layout)
-        lines, advised = advise(config, needs, layout)
+        design = Design.of(config, layout)
+        lines, advised = advise(design, needs)
     if asked.out is not None:
         write_atomic(asked.out, to_json(advised))
     if asked.json:
@@ -280,7 +281,7 @@ def _advise(words: list[str]) -> None:
         print(describe.hang(f"{line.topic}: ", line.choice))
         print(describe.hang("    ", f"{line.because}."))
         print(describe.hang("    ", f"[{line.certainty}: {line.source}]") + "\n")
-    changes = differences(advised, config)
+    changes = differences(advised, design.config)
     print(describe.section(f"what that changes of {name}", "\n".join(changes) or "nothing"))
     if asked.out is None:
         print("--out FILE.json keeps the config")
