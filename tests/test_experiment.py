@@ -181,9 +181,9 @@ def test_a_wrong_source_changes_nothing_but_the_source() -> None:
 
 
 def test_arms_of_the_study_of_rows_differ_in_that_alone(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each setting from its dense arm; and what coincides is reported as coinciding."""
+    """In each setting from its dense arm."""
     source = functools.partial(DataConfig, **{"vocab_size": 300})
     monkeypatch.setattr(
         study_of_rows, "DataConfig", lambda **kw: source(**{**kw, "source": f"files:{corpus}"})
@@ -193,8 +193,21 @@ def test_arms_of_the_study_of_rows_differ_in_that_alone(
     for arm in arms:
         changed = [line.split(":")[0] for line in differences(arm.config, dense[arm.cell])]
         assert changed == ["optim.embed.sparse"] * (arm.name != "dense")
-    study_of_rows.study(arms[:2], tmp_path / "runs", tmp_path / "out", layout_on(ONE), quiet=True)
-    first, second = read_results(tmp_path / "out" / "results.jsonl")
-    assert first["rows_off"] == 0
-    assert 0 < second["rows_off"] < 1e-4
-    assert "+0.000" in (tmp_path / "out" / "verdict.txt").read_text()
+
+
+def test_what_coincides_is_reported_as_coinciding() -> None:
+    def result(cell: str, arm: str, loss: float, off: float) -> dict[str, Any]:
+        curve = [{"step": step, "validation_loss": loss + 1 - step} for step in range(2)]
+        losses = {"validation": {"loss": loss}, "training": {"loss": loss - 0.5}}
+        return {"cell": cell, "arm": arm, "seed": 0, "rows_off": off, "curve": curve, **losses}
+
+    results = [
+        result("decay 0", "dense", 5.0, 0.0),
+        result("decay 0", "catch_up", 5.0 + 2e-8, 4e-6),
+        result("decay 0", "lazy", 5.25, 0.2),
+    ]
+    first, second = study_of_rows.verdict(results).splitlines()
+    assert "catch_up, against dense: validation loss +0.000 nats" in first
+    assert "than 2.0e-08 at an evaluation" in first
+    assert "lazy, against dense: validation loss +0.250 nats" in second
+    assert "| lazy | 4.750 | 5.250 | +0.250 | 2.0e-01 |" in study_of_rows.table(results)
