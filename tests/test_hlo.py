@@ -49,9 +49,17 @@ def test_loops_multiply_what_stands_in_them() -> None:
         ("replica_groups=[1,8]<=[8]", ("data", "model")),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", ("data",)),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4,'axis_2'=1] {'axis_1'}", ("model",)),
+        # Devices of a 2×4 mesh in the order 0 4 1 5 2 6 3 7: the first axis counts "model", the second "data".
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ("model",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("data",)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", ("data",)),
+        ("replica_groups=mesh['a'=1,'b'=8], device_ids=([8]) {'a'}", ()),
+        # Parts of one axis of 8: its outer 2, its inner 4.
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", ("data",)),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", ("model",)),
         ("replica_groups={}", ("data", "model")),
     ],
-)
+)  # fmt: skip
 def test_groups_are_read_in_every_notation(groups: str, axes: tuple[str, ...]) -> None:
     text = f"""
 ENTRY %main (x: f32[8]) -> f32[8] {{
@@ -67,6 +75,23 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
         "jit(f)/psum",
     )
     assert axes_of(found.groups, {"data": 2, "model": 4}) == axes
+
+
+def test_a_permutation_goes_along_every_axis_that_a_pair_of_it_crosses() -> None:
+    """A ring through all eight: within a row of four, and from its end to the next row."""
+    mesh = {"data": 2, "model": 4}
+    assert axes_of(((0, 1), (1, 2), (2, 3)), mesh) == ("model",)
+    assert axes_of(tuple((i, (i + 1) % 8) for i in range(8)), mesh) == ("data", "model")
+
+
+def test_groups_in_an_unknown_notation_are_not_taken_for_all_devices() -> None:
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  ROOT %sum = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups=torus<2,4>, to_apply=%add
+}
+"""
+    with pytest.raises(ValueError, match=r"cannot read which devices exchange in .*torus<2,4>"):
+        collectives(text)
 
 
 def test_asynchronous_operations_count_once_and_by_their_results() -> None:

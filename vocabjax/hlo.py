@@ -27,7 +27,11 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
 _LISTS = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_BY_AXES = re.compile(r"\breplica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+# The axes of a mesh, whose devices may be permuted; of an axis 'a', 'a':(2)4 is the part of size 4 after the first 2.
+_BY_AXES = re.compile(
+    r"\breplica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))? \{(?P<inside>[^}]*)\}"
+)
+_IOTA_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 class Collective(NamedTuple):
@@ -97,12 +101,15 @@ def collectives(text: str) -> list[Collective]:
 
 
 def axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which the devices of a group differ; ids count through the mesh, its last axis fastest."""
+    """The axes of a mesh along which the devices of any group differ; ids count through the mesh, its last axis fastest."""
     shape = tuple(mesh.values())
     if not groups:
         return tuple(name for name, size in mesh.items() if size > 1)
-    at = np.stack(np.unravel_index(np.array(groups[0]), shape))
-    return tuple(name for name, row in zip(mesh, at, strict=True) if len(set(row.tolist())) > 1)
+    differ = np.zeros(len(shape), bool)
+    for group in groups:  # of a permutation, the pairs differ along one axis or another
+        at = np.stack(np.unravel_index(np.array(group), shape))
+        differ |= (at != at[:, :1]).any(1)
+    return tuple(name for name, is_along in zip(mesh, differ, strict=True) if is_along)
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
@@ -138,14 +145,37 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
             ids = ids.transpose(_shape(found[3]))
         return tuple(tuple(row) for row in ids.reshape(count, size).tolist())
     if found := _BY_AXES.search(line):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        inside = re.findall(r"'(\w+)'", found[2])
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        names = list(sizes)
-        order = [names.index(name) for name in [n for n in names if n not in inside] + inside]
-        rows = ids.transpose(order).reshape(-1, math.prod(sizes[name] for name in inside))
-        return tuple(tuple(row) for row in rows.tolist())
+        return _groups_by_axes(found["sizes"], found["ids"], found["inside"])
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        # Not "all of them": a number that is not known must not look like one that is.
+        raise ValueError(f"cannot read which devices exchange in {line.strip()[:300]}")
     return ()
+
+
+def _groups_by_axes(sizes: str, ids: str | None, inside: str) -> tuple[tuple[int, ...], ...]:
+    whole = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", sizes)}
+    devices = _device_ids(ids, math.prod(whole.values()))
+    # Every axis as (before, part, after), so that a part of an axis is a dimension of its own.
+    split: dict[str, tuple[int, int, int]] = {name: (size, 1, 1) for name, size in whole.items()}
+    for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", inside):
+        first, size = int(before or 1), int(part or whole[name])
+        split[name] = (first, size, whole[name] // (first * size))
+    shape = [size for three in split.values() for size in three]
+    within = [3 * index + 1 for index in range(len(split))]
+    outside = [axis for axis in range(len(shape)) if axis not in within]
+    rows = devices.reshape(shape).transpose(outside + within)
+    width = math.prod(shape[axis] for axis in within)
+    return tuple(tuple(row) for row in rows.reshape(-1, width).tolist())
+
+
+def _device_ids(text: str | None, count: int) -> np.ndarray:
+    """The devices of a mesh in its order: counted up where nothing is said, [4,2]T(1,0), or a list."""
+    if text is None:
+        return np.arange(count)
+    if iota := _IOTA_IDS.fullmatch(text):
+        ids = np.arange(count).reshape(_shape(iota[1]))
+        return ids.transpose(_shape(iota[2])).ravel() if iota[2] else ids.ravel()
+    return np.array(_shape(text))
 
 
 def _times(text: str) -> dict[str, int | None]:
