@@ -77,6 +77,50 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
     assert axes_of(found.groups, {"data": 2, "model": 4}) == axes
 
 
+def test_a_loop_of_unknown_length_keeps_what_is_known_inside_it() -> None:
+    """Three sums in a turn of a loop that ends when a value is small, one before it; the sum in a branch counts."""
+    layout = layout_on("data=2,model=4")
+
+    def local(x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return lax.psum(x * 0.1, "model"), None
+
+        def turn(x: jax.Array) -> jax.Array:
+            return lax.scan(layer, x, length=3)[0]
+
+        x = lax.while_loop(lambda x: x.sum() > 1, turn, lax.psum(x, "data"))
+        return lax.cond(x[0] > 0, lambda x: lax.psum(x, ("data", "model")), lambda x: x, x)
+
+    spec = PartitionSpec(None)
+    run = jax.jit(
+        jax.shard_map(local, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    found = collectives(compiled_text(run, jnp.ones(16)))
+    mesh = dict(layout.mesh.shape)
+    seen = sorted((axes_of(c.groups, mesh), c.times, c.in_open_loop) for c in found)
+    assert seen == [(("data",), 1, False), (("data", "model"), 1, False), (("model",), 3, True)]
+
+
+def test_both_branches_of_a_condition_are_read() -> None:
+    """As they are named where a boolean decides, and where a number does."""
+    text = """
+%yes (x: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}
+%no (x: f32[8]) -> f32[8] {
+  ROOT %b = f32[8]{0} all-reduce(%x), channel_id=2, replica_groups={{0,1}}, to_apply=%add
+}
+ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} conditional(%p, %x, %x), HOW
+}
+"""
+    for how in (
+        "true_computation=%yes, false_computation=%no",
+        "branch_computations={%yes, %no}",
+    ):
+        assert [c.times for c in collectives(text.replace("HOW", how))] == [1, 1]
+
+
 def test_a_permutation_goes_along_every_axis_that_a_pair_of_it_crosses() -> None:
     """A ring through all eight: within a row of four, and from its end to the next row."""
     mesh = {"data": 2, "model": 4}

@@ -15,9 +15,10 @@ _COLLECTIVE = re.compile(
     r"^\s*(?:ROOT )?%\S+ = (?P<result>.+?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|"
     r"collective-broadcast|ragged-all-to-all)(?P<start>-start)?\("
 )
+_MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = (.+?) [a-z][\w-]*\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{\s*$")
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%[\w.-]+)"
+    r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%[\w.-]+)"
 )
 _WHILE = re.compile(r" while\(.*?\bcondition=%([\w.-]+), body=%([\w.-]+)")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -41,14 +42,16 @@ class Collective(NamedTuple):
       kind: as XLA calls it; a TPU's fused all-reduce-scatter is a reduce-scatter.
       arrays: (bytes per number, shape) of what one device has of it afterwards; several where some were combined.
       groups: ids of the devices that exchange with one another, (source, target) of a permutation; (): all of them.
-      times: how often one run of the program does it; None: a loop whose length the program does not tell surrounds it.
+      times: how often one run of the program does it, or one turn of an open loop.
+      in_open_loop: whether a loop surrounds it whose length the program does not tell, as of decoding.
       origin: the scopes and functions in JAX that it comes from.
     """
 
     kind: str
     arrays: tuple[tuple[int, Shape], ...]
     groups: tuple[tuple[int, ...], ...]
-    times: int | None
+    times: int
+    in_open_loop: bool
     origin: str
 
     @property
@@ -69,6 +72,18 @@ def buffers(text: str) -> set[Shape]:
     return {_shape(dims) for _, _, dims in _TYPE.findall(text)}
 
 
+def results(text: str) -> set[tuple[Shape, str]]:
+    """(shape, origin) of every value that stands in memory: what fusions pass on inside is left out."""
+    inside = {match[1] for _, line in _lines(text) if (match := _FUSED.search(line))}
+    found = set()
+    for computation, line in _lines(text):
+        if computation not in inside and (made := _MADE.match(line)):
+            origin = _ORIGIN.search(line)
+            for _, _, dims in _TYPE.findall(made[1]):
+                found.add((_shape(dims), origin[1] if origin else ""))
+    return found
+
+
 def collectives(text: str) -> list[Collective]:
     """Every exchange of a program, once: what a TPU's fusions do of one asynchronous operation, a part each, is one."""
     found: dict[object, Collective] = {}
@@ -86,17 +101,15 @@ def collectives(text: str) -> list[Collective]:
         if computation.startswith("all-reduce-scatter"):  # what it keeps is its part of that
             kind, devices = "reduce-scatter", len(groups[0])
             arrays = tuple((size, (math.prod(shape) // devices,)) for size, shape in arrays)
-        new = Collective(
-            kind,
-            arrays,
-            groups,
-            times[computation],
-            origin[1] if origin else "",
-        )
         channel = _CHANNEL.search(line)
         is_part = computation in fused and channel is not None
-        # Elsewhere channels are not unique.
-        found.setdefault((channel and channel[1], new) if is_part else len(found), new)
+        name = origin[1] if origin else ""
+        once, each = times[computation]
+        for count, in_open_loop in ((once, False), (each, True)):
+            if count:
+                new = Collective(kind, arrays, groups, count, in_open_loop, name)
+                # Elsewhere channels are not unique.
+                found.setdefault((channel and channel[1], new) if is_part else len(found), new)
     return list(found.values())
 
 
@@ -178,8 +191,15 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
     return np.array(_shape(text))
 
 
-def _times(text: str) -> dict[str, int | None]:
-    """How often each computation runs: its callers' times, those of a loop's body multiplied by its length."""
+class _Times(NamedTuple):
+    """How often a computation runs: in a run of the program outside of open loops, and in each turn of one."""
+
+    once: int
+    each: int
+
+
+def _times(text: str) -> dict[str, _Times]:
+    """The times of each computation: its callers', those of a loop's body multiplied by its length."""
     calls: dict[str, list[tuple[str, int | None]]] = {}
     constants: dict[str, list[int]] = {}
     loops: list[tuple[str, str, str, int | None]] = []
@@ -199,16 +219,19 @@ def _times(text: str) -> dict[str, int | None]:
         for name in (condition, body):
             calls.setdefault(name, []).append((computation, count))
     entry = re.search(r"^ENTRY %(\S+) ", text, re.MULTILINE)
-    times: dict[str, int | None] = {entry[1]: 1} if entry else {}
+    times = {entry[1]: _Times(1, 0)} if entry else {}
 
-    def of(name: str) -> int | None:
+    def of(name: str) -> _Times:
         if name not in times:
-            times[name] = 0  # nothing calls itself
-            total: int | None = 0
+            times[name] = _Times(0, 0)  # nothing calls itself
+            once = each = 0
             for caller, count in calls.get(name, []):
                 outer = of(caller)
-                total = None if None in (total, outer, count) else total + outer * count  # type: ignore[operator]
-            times[name] = total
+                if count is None:
+                    each += outer.once + outer.each
+                else:
+                    once, each = once + count * outer.once, each + count * outer.each
+            times[name] = _Times(once, each)
         return times[name]
 
     names = {computation for computation, _ in _lines(text)}
