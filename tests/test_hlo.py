@@ -138,6 +138,18 @@ ENTRY %main (x: f32[8]) -> f32[8] {
         collectives(text)
 
 
+def test_what_a_compiler_adds_is_named_by_what_it_is_given() -> None:
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %made = f32[8]{0} fusion(%x), kind=kCustom, calls=%f, metadata={op_name="jit(f)/feed_forward/dot"}
+  %slice.2 = f32[2]{0} slice(%made), slice={[6:8]}
+  %shift = f32[2]{0} collective-permute(%slice.2), channel_id=1, source_target_pairs={{0,1},{1,2}}
+  ROOT %lost = f32[8]{0} all-reduce(%x), channel_id=2, replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    assert [c.origin for c in collectives(text)] == ["jit(f)/feed_forward/dot", ""]
+
+
 def test_asynchronous_operations_count_once_and_by_their_results() -> None:
     """As a GPU's program has them (start and done), and a TPU's (a fusion for each part, one channel)."""
     text = """

@@ -1,5 +1,6 @@
 """A plan is the program that then runs, and its faults are called by name."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -17,7 +18,7 @@ from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.footprint import Footprint, TooLarge, hbm_total, held, no_room
 from vocabjax.hlo import compiled_text
-from vocabjax.mesh import make_mesh
+from vocabjax.mesh import Layout, make_mesh
 from vocabjax.optim import GroupConfig
 from vocabjax.parts import part_of
 from vocabjax.plan import Exchange, Plan, plan
@@ -266,6 +267,8 @@ def test_refusals_and_reports_are_read() -> None:
     available = round(15.75 * 2**30)
     assert no_room(older) == (round(21.5 * 2**30), available)
     assert no_room(newer) == (round(16.4 * 2**30), available)
+    huge = newer.replace("16.40G", "5.00T")
+    assert no_room(huge) == (5 * 2**40, available)
     assert no_room("INTERNAL: Mosaic failed to compile (TPU kernel)") is None
 
 
@@ -317,7 +320,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--topology", "v5e:3x3x3"], "--topology 'v5e:3x3x3' is not known; write e.g. v5e:4x4; known: v4"),
+        (["--topology", "v5e:3x3x3"], "--topology 'v5e:3x3x3' is not known; write e.g. v5e:4x4; known: v5e"),
+        (["--topology", "v5e:32x32"], "is not known; write e.g. v5e:4x4; known: v5e and v6e: 1x1, 2x2"),
+        (["--topology", "v5p:16x20x28"], "and 6,144 of v5p"),
+        (["--topology", "v4:4x4x6"], "each 1, 2, 4 or a multiple of 4"),
         (["--topology", "v5e:4x4", "--devices", "8"], "--topology says what devices there are"),
         (["--devices", "8", "--mesh", "data=3"], "mesh data=3 needs 3 devices, but there are 8"),
         (["--devices", "8", "--train.batch", "12"], "12 does not divide over the 8 shards"),
@@ -369,6 +375,52 @@ def test_a_tpu_slice_compiles_and_gathers_no_table(
     assert found["bytes_per_device"]["parameters"] >= tables * 4096 // 4 * 64 * 4
     parts = {x["part"] for x in found["exchanges"]}
     assert {"loss", "lookups", "attention", "feed-forward"} <= parts
+
+
+@pytest.mark.tpu
+def test_memory_on_a_tpu_is_what_its_compiler_allots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the buffers of its assignment, one by one, but those that lie on the chip (a colour); and the state is in it."""
+    folder = contextlib.nullcontext(str(tmp_path))  # kept
+    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda: folder)
+    devices, chip = tpu_devices("v5e:2x4")
+    layout = Layout.make(make_mesh({"data": 2, "model": 4}, devices=list(devices)))
+    config = config_of("untied")
+    config = replace(config, vocab=replace(config.vocab, size=8192, dtype="bfloat16"))
+    found, _ = plan(Design.of(config, layout), chip)
+    (assignment,) = tmp_path.glob("*after_optimizations-buffer-assignment.txt")
+    sizes = re.findall(r"^allocation \d+: size (\d+),(?! color)", assignment.read_text(), re.MULTILINE)  # fmt: skip
+    assert found.footprint.is_exact
+    assert found.footprint.peak == sum(map(int, sizes))
+    assert found.fits
+    # Two tables of 8,192 rows in four parts, and two moments of each, are not all of it but most.
+    tables = 2 * 3 * 8192 // 4 * D * 4
+    assert tables < found.parameters + found.moments < found.footprint.peak
+
+
+@pytest.mark.tpu
+def test_what_a_tpu_s_compiler_refuses_is_told_with_its_need(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Logits are not made at once, but 2²⁰ sequences a chip are too many anyhow."""
+    words = ["plan", "tied", "--vocab.size", "512", "--topology", "v5e:1x1", "--mesh", "data=1", "--train.batch", "1048576"]  # fmt: skip
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    held = found["bytes_per_device"]
+    assert (found["fits"], found["compiled"]) == (False, False)
+    assert held["peak"] > held["available"] == round(15.75 * 2**30)
+    assert any("--train.accumulate" in line for line in found["advice"])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("topology", "chips"), [("v4:2x2x1", 4), ("v5e:1x1", 1), ("v5p:2x2x2", 8), ("v6e:16x16", 256)]
+)
+def test_a_chip_is_a_device(topology: str, chips: int) -> None:
+    devices, chip = tpu_devices(topology)
+    assert len(devices) == chips
+    assert topology.startswith(chip.name)
 
 
 @pytest.mark.tpu

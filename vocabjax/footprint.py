@@ -10,12 +10,12 @@ import jax
 
 from vocabjax.errors import UserError
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _HBM = re.compile(r"^Memory Space: default \(color=0\)\s*\nTotal bytes: (\d+)", re.MULTILINE)
 # libtpu has said it in both of these ways.
 _NO_ROOM = (
-    re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm"),
-    re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)"),
+    re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm"),
+    re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
 )
 
 

@@ -15,6 +15,9 @@ _COLLECTIVE = re.compile(
     r"^\s*(?:ROOT )?%\S+ = (?P<result>.+?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|"
     r"collective-broadcast|ragged-all-to-all)(?P<start>-start)?\("
 )
+_NAME = re.compile(r"^\s*(?:ROOT )?%(\S+) = ")
+_OPERAND = re.compile(r" [a-z][\w-]*\(%([\w.-]+)")
+_FOLLOWED = 8  # operands
 _MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = (.+?) [a-z][\w-]*\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{\s*$")
 _CALLED = re.compile(
@@ -44,7 +47,7 @@ class Collective(NamedTuple):
       groups: ids of the devices that exchange with one another, (source, target) of a permutation; (): all of them.
       times: how often one run of the program does it, or one turn of an open loop.
       in_open_loop: whether a loop surrounds it whose length the program does not tell, as of decoding.
-      origin: the scopes and functions in JAX that it comes from.
+      origin: the scopes and functions in JAX that it, or else what it is given, comes from.
     """
 
     kind: str
@@ -92,6 +95,11 @@ def collectives(text: str) -> list[Collective]:
     fused = {
         match[1]: _ORIGIN.search(line) for _, line in _lines(text) if (match := _FUSED.search(line))
     }
+    defined = {
+        (computation, made[1]): line
+        for computation, line in _lines(text)
+        if (made := _NAME.match(line))
+    }
     for computation, line in _lines(text):
         match = _COLLECTIVE.match(line)
         if match is None:
@@ -101,16 +109,28 @@ def collectives(text: str) -> list[Collective]:
         if computation.startswith("all-reduce-scatter"):  # what it keeps is its part of that
             kind, devices = "reduce-scatter", len(groups[0])
             arrays = tuple((size, (math.prod(shape) // devices,)) for size, shape in arrays)
+        where = origin[1] if origin else _origin_of_operands(defined, computation, line)
         channel = _CHANNEL.search(line)
         is_part = computation in fused and channel is not None
-        name = origin[1] if origin else ""
         once, each = times[computation]
         for count, in_open_loop in ((once, False), (each, True)):
             if count:
-                new = Collective(kind, arrays, groups, count, in_open_loop, name)
+                new = Collective(kind, arrays, groups, count, in_open_loop, where)
                 # Elsewhere channels are not unique.
                 found.setdefault((channel and channel[1], new) if is_part else len(found), new)
     return list(found.values())
+
+
+def _origin_of_operands(defined: Mapping[tuple[str, str], str], computation: str, line: str) -> str:
+    """Where a nameless operation's first operand comes from, or that one's: what compilers add has no name of its own."""
+    for _ in range(_FOLLOWED):
+        operand = _OPERAND.search(line)
+        if operand is None or (computation, operand[1]) not in defined:
+            return ""
+        line = defined[computation, operand[1]]
+        if origin := _ORIGIN.search(line):
+            return origin[1]
+    return ""
 
 
 def axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mapping[str, int]) -> tuple[str, ...]:

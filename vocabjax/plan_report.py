@@ -224,38 +224,53 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 def plot(layout: Layout, rows: int, path: Path) -> None:
-    """Which part of every sharded dimension each device holds."""
+    """Which part of every sharded dimension each device holds: the mesh once per dimension, coloured by part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PatchCollection
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
-    named = {"vocab": f"vocabulary rows (of {rows:,})", "heads": "heads", "ffn": "feed-forward",
-             "width": "width of matrices", "batch": "sequences"}  # fmt: skip
-    devices = list(layout.mesh.devices.flat)
-    figure = Figure(figsize=(2.6 * len(named), 3.4), layout="constrained")
+    titles = {"vocab": f"{rows:,} vocabulary rows", "heads": "heads", "ffn": "feed-forward",
+              "width": "width of matrices", "batch": "sequences", "seq": "positions"}  # fmt: skip
+    named = {k: v for k, v in titles.items() if k != "seq" or layout.shards("seq") > 1}
+    first, *others = layout.mesh.axis_names
+    grid = layout.mesh.devices.reshape(layout.mesh.devices.shape[0], -1)
+    down, across = grid.shape
+    height = min(7.0, max(2.6, 0.32 * down + 1.4))
+    figure = Figure(figsize=(2.5 * len(named), height), layout="constrained")
     FigureCanvasAgg(figure)
     for index, (logical, title) in enumerate(named.items()):
         axes = figure.add_subplot(1, len(named), index + 1)
         shards = layout.shards(logical)
         where = layout.sharding(logical).devices_indices_map((shards,))
-        boxes, shades = [], []
-        for at, device in enumerate(devices):
-            start, stop, _ = where[device][0].indices(shards)
-            boxes.append(Rectangle((at, start / shards), 1, (stop - start) / shards))
-            shades.append(start / shards)
-        edge = "white" if len(devices) <= 32 else "none"
-        drawn = PatchCollection(boxes, cmap="viridis", edgecolor=edge, linewidth=0.5)
-        drawn.set_array(np.array(shades))
-        drawn.set_clim(0, 1)
-        axes.add_collection(drawn)
-        axes.set_xlim(0, len(devices))
-        axes.set_ylim(1, 0)
+        part = np.array([[where[device][0].indices(shards)[0] for device in row] for row in grid])
+        axes.imshow(part, aspect="auto", cmap="viridis", vmin=0, vmax=max(1, shards - 1))
         over = "+".join(layout.axes(logical))
-        axes.set_title(
-            f"{title}\n{f'{shards} shards over {over}' if shards > 1 else 'all of it'}", fontsize=8
-        )
-        axes.set_xlabel("device", fontsize=8)
+        size = f"{rows // shards:,} rows" if logical == "vocab" else f"1/{shards}"
+        held = f"{size} each, by {over}" if shards > 1 else "all of it on each"
+        axes.set_title(f"{title}\n{held}", fontsize=8)
+        for at in _labelled(part):
+            shade = "black" if part[at] > 0.6 * max(1, shards - 1) else "white"
+            label = str(part[at])
+            axes.text(at[1], at[0], label, ha="center", va="center", fontsize=7, color=shade)
+        axes.set_xticks([0, across - 1] if across > 1 else [0])
+        axes.set_yticks([0, down - 1] if down > 1 else [0])
         axes.tick_params(labelsize=7)
-        axes.set_yticks([0, 0.5, 1], ["first", "", "last"] if not index else ["", "", ""])
-    figure.savefig(path, dpi=110)
+        if others:
+            axes.set_xlabel(" · ".join(others), fontsize=8)
+        if index == 0:
+            axes.set_ylabel(first, fontsize=8)
+    figure.suptitle("What each device of the mesh holds: the number of its part", fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _labelled(part: np.ndarray) -> list[tuple[int, int]]:
+    """Cells that bear the number of their part: as many as can be read, spread evenly."""
+    rows, columns = (_spread(size) for size in part.shape)
+    if part.shape[1] > 16:  # cells are narrow
+        columns = columns[1::4]
+    return [(row, column) for row in rows for column in columns]
+
+
+def _spread(size: int) -> list[int]:
+    """At most 16 of so many cells, in the middles of equal stretches."""
+    shown = min(size, 16)
+    return [int((at + 0.5) * size / shown) for at in range(shown)]
