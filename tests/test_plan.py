@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 from models import layout_on
+from small_runs import config_of as small_config
 
 from vocabjax import cli, find, plan_search
+from vocabjax import train as training
 from vocabjax.accelerators import ACCELERATORS
 from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.footprint import Footprint, TooLarge, hbm_total, held, no_room
-from vocabjax.hlo import compiled_text
+from vocabjax.hlo import collectives, compiled_text
 from vocabjax.mesh import Layout, make_mesh
 from vocabjax.optim import GroupConfig
 from vocabjax.parts import part_of
-from vocabjax.plan import Exchange, Plan, plan
+from vocabjax.plan import Exchange, Plan, exchanges, plan
 from vocabjax.plan_faults import faults
 from vocabjax.plan_report import as_json, as_text, side_by_side
 from vocabjax.state import init_state
@@ -95,6 +97,35 @@ def test_a_plan_is_the_program_that_runs(mesh: str, rows: bool) -> None:
     for exchange in found.exchanges or ():
         by_kind[exchange.kind] = by_kind.get(exchange.kind, 0) + exchange.bytes
     assert by_kind == sent
+
+
+def test_a_plan_is_what_a_training_run_compiles(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `train` itself, with two microbatches, a seed, and what is dropped: its step's memory and exchanges."""
+    compiled: list[jax.stages.Compiled] = []
+
+    def recorded(*arguments: Any) -> Any:
+        step = make_step(*arguments)
+
+        def run(state: Any, batch: Any) -> Any:
+            if not compiled:
+                compiled.append(step.lower(state, batch).compile())
+            return compiled[0](state, batch)
+
+        return run
+
+    monkeypatch.setattr(training, "make_step", recorded)
+    config, layout = small_config(corpus, steps=2, accumulate=2, seed=3), layout_on("data=2,model=4")  # fmt: skip
+    training.train(config, tmp_path / "run", layout, quiet=True)
+    found, _ = plan(Design.of(config, layout))
+    (step,) = compiled
+    memory: Any = step.memory_analysis()
+    assert (found.footprint.arguments, found.footprint.temporaries) == (
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
+    assert found.exchanges == exchanges(collectives(step.as_text() or ""), layout)
 
 
 def test_a_table_s_bytes_shrink_with_its_shards_and_an_unsharded_one_is_called_out() -> None:
