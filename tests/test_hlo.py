@@ -128,6 +128,27 @@ def test_a_permutation_goes_along_every_axis_that_a_pair_of_it_crosses() -> None
     assert axes_of(tuple((i, (i + 1) % 8) for i in range(8)), mesh) == ("data", "model")
 
 
+def test_an_exchange_is_not_left_out_because_its_caller_is_unknown() -> None:
+    """But one in a loop of no turns is not there."""
+    text = """
+%body (x: f32[8]) -> f32[8] {
+  ROOT %sum = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add
+}
+%condition (x: f32[8]) -> pred[] {
+  ROOT %end = pred[] constant(false)
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  ROOT %y = f32[8]{0} HOW
+}
+"""
+    with pytest.raises(ValueError, match=r"cannot tell how often body runs, which has ROOT %sum"):
+        collectives(text.replace("HOW", "novelty(%x), performs=%body"))
+    loop = (
+        'while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"0"}}'
+    )
+    assert collectives(text.replace("HOW", loop)) == []
+
+
 def test_groups_in_an_unknown_notation_are_not_taken_for_all_devices() -> None:
     text = """
 ENTRY %main (x: f32[8]) -> f32[8] {

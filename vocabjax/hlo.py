@@ -112,6 +112,10 @@ def collectives(text: str) -> list[Collective]:
         where = origin[1] if origin else _origin_of_operands(defined, computation, line)
         channel = _CHANNEL.search(line)
         is_part = computation in fused and channel is not None
+        if computation not in times:  # never left out in silence
+            raise ValueError(
+                f"cannot tell how often {computation} runs, which has {line.strip()[:200]}"
+            )
         once, each = times[computation]
         for count, in_open_loop in ((once, False), (each, True)):
             if count:
@@ -219,7 +223,7 @@ class _Times(NamedTuple):
 
 
 def _times(text: str) -> dict[str, _Times]:
-    """The times of each computation: its callers', those of a loop's body multiplied by its length."""
+    """The times of each computation that is called: its callers', those of a loop's body multiplied by its length."""
     calls: dict[str, list[tuple[str, int | None]]] = {}
     constants: dict[str, list[int]] = {}
     loops: list[tuple[str, str, str, int | None]] = []
@@ -239,7 +243,9 @@ def _times(text: str) -> dict[str, _Times]:
         for name in (condition, body):
             calls.setdefault(name, []).append((computation, count))
     entry = re.search(r"^ENTRY %(\S+) ", text, re.MULTILINE)
-    times = {entry[1]: _Times(1, 0)} if entry else {}
+    times = {"": _Times(1, 0)}  # lines of a program without a heading
+    if entry:
+        times[entry[1]] = _Times(1, 0)
 
     def of(name: str) -> _Times:
         if name not in times:
@@ -254,8 +260,7 @@ def _times(text: str) -> dict[str, _Times]:
             times[name] = _Times(once, each)
         return times[name]
 
-    names = {computation for computation, _ in _lines(text)}
-    return {name: of(name) for name in names}
+    return {name: of(name) for name in {"", *times, *calls}}
 
 
 def _shape(dims: str) -> Shape:
