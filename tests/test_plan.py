@@ -1,5 +1,6 @@
 """A plan is the program that then runs, and its faults are called by name."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -10,16 +11,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from models import layout_on
+from small_runs import config_of as small_config
 
 from vocabjax import cli, find, plan_search
+from vocabjax import train as training
 from vocabjax.accelerators import ACCELERATORS
 from vocabjax.config import Config
 from vocabjax.design import Design
-from vocabjax.hlo import compiled_text
-from vocabjax.mesh import make_mesh
+from vocabjax.footprint import Footprint, TooLarge, hbm_total, held, no_room
+from vocabjax.hlo import collectives, compiled_text
+from vocabjax.mesh import Layout, make_mesh
 from vocabjax.optim import GroupConfig
-from vocabjax.plan import Exchange, Plan, faults, held, part_of, plan
-from vocabjax.plan_report import as_text
+from vocabjax.parts import part_of
+from vocabjax.plan import Exchange, Plan, exchanges, plan
+from vocabjax.plan_faults import faults
+from vocabjax.plan_report import as_json, as_text, side_by_side
 from vocabjax.state import init_state
 from vocabjax.step import abstract_batch, make_step
 from vocabjax.topologies import tpu_devices
@@ -69,15 +75,16 @@ def test_a_plan_is_the_program_that_runs(mesh: str, rows: bool) -> None:
         )
         compiled = step.lower(state, batch).compile()
     memory: Any = compiled.memory_analysis()
-    assert (found.arguments, found.temporaries, found.outputs) == (
+    held_by_it = found.footprint
+    assert (held_by_it.arguments, held_by_it.temporaries, held_by_it.outputs) == (
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
     )
     # The number of the step is one more; the norm of the last gradients, in the moments, is not read.
-    assert found.arguments == found.parameters + found.moments + shard_bytes(batch)
+    assert held_by_it.arguments == found.parameters + found.moments + shard_bytes(batch)
     # Donated: nothing of the state is there twice.
-    assert found.outputs - found.aliased < 1000
+    assert held_by_it.outputs - held_by_it.aliased < 1000
     sent: dict[str, int] = {}
     for line in (compiled.as_text() or "").splitlines():
         if kind := re.search(r"= .* (all-\w+|reduce-scatter|collective-permute)\(", line):
@@ -87,9 +94,38 @@ def test_a_plan_is_the_program_that_runs(mesh: str, rows: bool) -> None:
             )
             sent[kind[1]] = sent.get(kind[1], 0) + size  # once: what loops do is tested in test_hlo
     by_kind: dict[str, int] = {}
-    for exchange in found.exchanges:
+    for exchange in found.exchanges or ():
         by_kind[exchange.kind] = by_kind.get(exchange.kind, 0) + exchange.bytes
     assert by_kind == sent
+
+
+def test_a_plan_is_what_a_training_run_compiles(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `train` itself, with two microbatches, a seed, and what is dropped: its step's memory and exchanges."""
+    compiled: list[jax.stages.Compiled] = []
+
+    def recorded(*arguments: Any) -> Any:
+        step = make_step(*arguments)
+
+        def run(state: Any, batch: Any) -> Any:
+            if not compiled:
+                compiled.append(step.lower(state, batch).compile())
+            return compiled[0](state, batch)
+
+        return run
+
+    monkeypatch.setattr(training, "make_step", recorded)
+    config, layout = small_config(corpus, steps=2, accumulate=2, seed=3), layout_on("data=2,model=4")  # fmt: skip
+    training.train(config, tmp_path / "run", layout, quiet=True)
+    found, _ = plan(Design.of(config, layout))
+    (step,) = compiled
+    memory: Any = step.memory_analysis()
+    assert (found.footprint.arguments, found.footprint.temporaries) == (
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
+    assert found.exchanges == exchanges(collectives(step.as_text() or ""), layout)
 
 
 def test_a_table_s_bytes_shrink_with_its_shards_and_an_unsharded_one_is_called_out() -> None:
@@ -150,25 +186,62 @@ def test_gathered_tables_and_whole_logits_are_called_by_name() -> None:
     assert any("logits of all tokens at once: a buffer of (4, 8, 128)" in fault for fault in found)
 
 
+@pytest.mark.parametrize(
+    ("origin", "shape", "is_fault"),
+    [
+        ("jvp(jit(accumulate_cross_entropy))/dot", "f32[32,128]", True),
+        ("jvp(jit(accumulate_cross_entropy))/dot", "f32[1,128,32]", True),
+        ("some_head/dot", "bf16[4,8,512]", True),
+        ("jvp(jit(accumulate_cross_entropy))/dot", "f32[31,128]", False),  # a chunk
+        ("jvp(trunk)/while/body/attention/dot", "f32[4,8,8,128]", False),  # as wide by chance
+        ("table_gradient/scatter", "f32[128,16]", False),  # a table
+    ],
+)  # fmt: skip
+def test_logits_are_told_from_what_has_their_width_by_chance(
+    origin: str, shape: str, is_fault: bool
+) -> None:
+    config = config_of("untied")
+    objective = replace(config.vocab.objective, chunk=4)
+    config = replace(config, vocab=replace(config.vocab, objective=objective))
+    text = f"""
+%fused (p: f32[32,128]) -> f32[] {{
+  %inside = f32[32,128]{{1,0}} exponential(%p), metadata={{op_name="jit(step)/cross_entropy/exp"}}
+}}
+ENTRY %main (p: f32[32,128]) -> f32[] {{
+  %made = {shape}{{1,0}} dot(%p, %p), metadata={{op_name="jit(step)/{origin}"}}
+  ROOT %sum = f32[] fusion(%p), kind=kLoop, calls=%fused
+}}
+"""
+    found = faults(Design.of(config, layout_on("data=2,model=4")), text, "train")
+    assert bool(found) == is_fault
+
+
 def test_decoding_is_planned_with_what_every_token_costs() -> None:
     design = Design.of(config_of("tied"), layout_on("data=2,model=4"))
     found, _ = plan(design, mode="decode", context=16, sequences=4)
     assert found.moments == 0
-    each = [x for x in found.exchanges if x.times is None]
+    each = [x for x in found.exchanges or () if x.each_token]
     assert {(x.part, x.kind) for x in each} >= {("scores", "all-gather"), ("lookups", "all-reduce")}
     # Of a device's two sequences, one token's width.
     (lookup,) = [x for x in each if x.part == "lookups"]
-    assert lookup.bytes == 2 * D * 4
+    assert (lookup.bytes, lookup.times) == (2 * D * 4, 1)
+    # In each of two layers, for every token.
+    (attention,) = [x for x in each if x.part == "attention"]
+    assert (attention.bytes, attention.times) == (2 * D * 4, 2)
+    # Keys and values of two layers, two sequences, 17 positions, two of eight heads of 4; whose segment and length are int32.
+    assert found.cache == 2 * 2 * 2 * 17 * 2 * 4 * 4 + 2 * 17 * 4 + 4
 
 
 def test_estimates_are_hand_arithmetic() -> None:
     chip = ACCELERATORS["v5e"]
     exchanges = (
-        Exchange("all-reduce", ("model",), "attention", 1000, 3, 4),
-        Exchange("all-gather", ("data",), "trunk", 400, 1, 2),
+        Exchange("all-reduce", ("model",), "attention", 1000, 3, False, 4),
+        Exchange("all-gather", ("data",), "trunk", 400, 1, False, 2),
     )
+    footprint = Footprint(40, 36, 30, 100, is_exact=True)
     made = Plan(
-        {"data": 2, "model": 4}, "train", chip, 64, 10, 20, 40, 36, 30, 100, 146, exchanges, (), 8 * 197 * 10**12, 0.1,
+        mesh={"data": 2, "model": 4}, mode="train", chip=chip, tokens=64, parameters=10, moments=20, cache=0, footprint=footprint,
+        available=146, exchanges=exchanges, warnings=(), advice=(), flops=8 * 197 * 10**12, compile_seconds=0.1,
     )  # fmt: skip
     seconds = made.seconds()
     assert seconds is not None
@@ -176,10 +249,68 @@ def test_estimates_are_hand_arithmetic() -> None:
     assert seconds["memory"] == pytest.approx((40 + 36 + 200) / 819e9)
     assert seconds["network"] == pytest.approx((2 * 3000 * 3 / 4 + 400 / 2) / (2 * 50e9))
     assert made.fits
-    assert not replace(made, peak=17 * 2**30).fits
-    text = as_text(replace(made, peak=17 * 2**30, temporaries=16 * 2**30))
-    assert "does not fit: 106%" in text
-    assert "--trunk.remat full" in text
+    assert not replace(made, available=145).fits
+    text = as_text(replace(made, available=73, advice=("buy more",)))
+    assert "does not fit: 200% of the 73 bytes of a v5e\n    buy more" in text
+    # A token reads parameters and cache; the prompt's exchanges are not its own.
+    each = (exchanges[0]._replace(each_token=True), exchanges[1])
+    seconds = replace(made, mode="decode", cache=809, exchanges=each).seconds()
+    assert seconds is not None
+    assert seconds["memory"] == pytest.approx(819 / 819e9)
+    assert seconds["network"] == pytest.approx(2 * 3000 * 3 / 4 / (2 * 50e9))
+
+
+def test_what_a_compiler_refuses_is_a_plan_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state is known without compiling, its need from the refusal; its exchanges are not."""
+
+    def refuse(lowered: Any, platform: str) -> Any:
+        raise TooLarge(needs=10_000_000, available=9_000_000)
+
+    monkeypatch.setattr("vocabjax.plan.compile_measured", refuse)
+    layout = layout_on("data=2,model=4")
+    design = Design.of(config_of("untied"), layout)
+    found, text = plan(design, ACCELERATORS["v5e"])
+    assert (found.fits, found.footprint.peak, found.available) == (False, 10_000_000, 9_000_000)
+    assert (found.exchanges, found.seconds(), text) == (None, None, "")
+    assert found.parameters == held(design.blueprint.abstract())
+    # Only what is not done yet: there is one sequence of four at a time, and no rule shards the width or trains by rows.
+    advice = "\n".join(found.advice)
+    for said in ("--train.accumulate 2: a device has 4", "--rules fsdp", "vocab=model+data", "--optim.embed.sparse catch_up"):  # fmt: skip
+        assert said in advice
+    assert "no batch is small enough" not in advice
+    assert "does not fit: 111% of the 8.58 MiB" in as_text(found)
+    assert "unknown" in side_by_side({"a": found})
+    assert as_json(found)["compiled"] is False
+    done = Design.of(
+        config_of("untied", embed=GroupConfig(sparse="catch_up")),
+        layout_on("data=2,model=4", "fsdp,vocab=model+data"),
+    )
+    advice = "\n".join(plan(done)[0].advice)
+    assert not any(said in advice for said in ("fsdp", "vocab=", "sparse"))
+
+
+def test_refusals_and_reports_are_read() -> None:
+    """As libtpu words them: in two ways, and by memory space."""
+    older = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm. Exceeded"
+    newer = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.40G) exceeds available HBM (15.75G)."
+    available = round(15.75 * 2**30)
+    assert no_room(older) == (round(21.5 * 2**30), available)
+    assert no_room(newer) == (round(16.4 * 2**30), available)
+    huge = newer.replace("16.40G", "5.00T")
+    assert no_room(huge) == (5 * 2**40, available)
+    assert no_room("INTERNAL: Mosaic failed to compile (TPU kernel)") is None
+
+
+def test_the_memory_in_a_report_is_that_of_hbm(tmp_path: Path) -> None:
+    assert hbm_total(tmp_path) is None
+    report = tmp_path / "module_0000.jit_step.after_optimizations-memory-usage-report.txt"
+    report.write_text(
+        "Memory Space: default (color=0)\nTotal bytes: 17607639040 (16.40GiB)\n  cumulative_size;\n\n"
+        "Memory Space: vmem (color=1)\nTotal bytes: 116672512 (111.27MiB)\n"
+    )
+    assert hbm_total(tmp_path) == 17_607_639_040
 
 
 def test_parts_are_told_by_where_operations_come_from() -> None:
@@ -220,11 +351,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--topology", "v5e:3x3x3"], "--topology 'v5e:3x3x3' is not known; write e.g. v5e:4x4; known: v4"),
+        (["--topology", "v5e:3x3x3"], "--topology 'v5e:3x3x3' is not known; write e.g. v5e:4x4; known: v5e"),
+        (["--topology", "v5e:32x32"], "is not known; write e.g. v5e:4x4; known: v5e and v6e: 1x1, 2x2"),
+        (["--topology", "v5p:16x20x28"], "and 6,144 of v5p"),
+        (["--topology", "v4:4x4x6"], "each 1, 2, 4 or a multiple of 4"),
         (["--topology", "v5e:4x4", "--devices", "8"], "--topology says what devices there are"),
         (["--devices", "8", "--mesh", "data=3"], "mesh data=3 needs 3 devices, but there are 8"),
         (["--devices", "8", "--train.batch", "12"], "12 does not divide over the 8 shards"),
         (["--devices", "8", "--search"], "--search ranks by a chip's figures: give --topology"),
+        (["--devices", "8", "--search", "--accelerator", "v5e", "--mode", "decode"], "leave --mode decode out"),
+        (["--devices", "8", "--search", "--accelerator", "v5e", "--mesh", "data=8"], "leave --mesh out"),
+        (["--devices", "8", "--mode", "decode", "--context", "0"], "--context 0 must be at least 1"),
         (["--devices", "8", "--accelerator", "h1000"], "unknown accelerator 'h1000'"),
     ],
 )  # fmt: skip
@@ -269,6 +406,52 @@ def test_a_tpu_slice_compiles_and_gathers_no_table(
     assert found["bytes_per_device"]["parameters"] >= tables * 4096 // 4 * 64 * 4
     parts = {x["part"] for x in found["exchanges"]}
     assert {"loss", "lookups", "attention", "feed-forward"} <= parts
+
+
+@pytest.mark.tpu
+def test_memory_on_a_tpu_is_what_its_compiler_allots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the buffers of its assignment, one by one, but those that lie on the chip (a colour); and the state is in it."""
+    folder = contextlib.nullcontext(str(tmp_path))  # kept
+    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda: folder)
+    devices, chip = tpu_devices("v5e:2x4")
+    layout = Layout.make(make_mesh({"data": 2, "model": 4}, devices=list(devices)))
+    config = config_of("untied")
+    config = replace(config, vocab=replace(config.vocab, size=8192, dtype="bfloat16"))
+    found, _ = plan(Design.of(config, layout), chip)
+    (assignment,) = tmp_path.glob("*after_optimizations-buffer-assignment.txt")
+    sizes = re.findall(r"^allocation \d+: size (\d+),(?! color)", assignment.read_text(), re.MULTILINE)  # fmt: skip
+    assert found.footprint.is_exact
+    assert found.footprint.peak == sum(map(int, sizes))
+    assert found.fits
+    # Two tables of 8,192 rows in four parts, and two moments of each, are not all of it but most.
+    tables = 2 * 3 * 8192 // 4 * D * 4
+    assert tables < found.parameters + found.moments < found.footprint.peak
+
+
+@pytest.mark.tpu
+def test_what_a_tpu_s_compiler_refuses_is_told_with_its_need(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Logits are not made at once, but 2²⁰ sequences a chip are too many anyhow."""
+    words = ["plan", "tied", "--vocab.size", "512", "--topology", "v5e:1x1", "--mesh", "data=1", "--train.batch", "1048576"]  # fmt: skip
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    held = found["bytes_per_device"]
+    assert (found["fits"], found["compiled"]) == (False, False)
+    assert held["peak"] > held["available"] == round(15.75 * 2**30)
+    assert any("--train.accumulate" in line for line in found["advice"])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("topology", "chips"), [("v4:2x2x1", 4), ("v5e:1x1", 1), ("v5p:2x2x2", 8), ("v6e:16x16", 256)]
+)
+def test_a_chip_is_a_device(topology: str, chips: int) -> None:
+    devices, chip = tpu_devices(topology)
+    assert len(devices) == chips
+    assert topology.startswith(chip.name)
 
 
 @pytest.mark.tpu

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -33,6 +32,7 @@ from vocabjax.flags import (
     EvalFlags,
     InspectFlags,
     PlanFlags,
+    PlanRequest,
     SampleFlags,
     TrainFlags,
     parse,
@@ -45,7 +45,7 @@ from vocabjax.log import read_metrics
 from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
-from vocabjax.plan import plan
+from vocabjax.plan import Plan, plan
 from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.published import MODELS
@@ -316,6 +316,16 @@ def _plan(words: list[str]) -> None:
         devices = list(start(simulated).mesh.devices.flat)
     rules = parse_rules(asked.rules)
     if asked.search:
+        for flag, is_given in (
+            ("--mesh", asked.mesh is not None),
+            ("--rules", asked.rules != PlanRequest().rules),
+            ("--mode decode", asked.mode == "decode"),
+            ("--out", asked.out is not None),
+        ):
+            if is_given:
+                raise UserError(
+                    f"--search tries meshes and rules for the training step: leave {flag} out"
+                )
         _search(chosen, devices, chip, as_json=asked.json)
         return
     layout = Layout.make(make_mesh(parse_mesh(asked.mesh or ""), devices=devices), rules)
@@ -359,44 +369,16 @@ def _search(
     with jax.set_mesh(one.mesh):
         alone = Design.of(config, one)
     ranked = plan_search.search(alone, devices, chip)
-    rows, found = [], []
-    for index, candidate in enumerate(ranked):
-        row: list[Any] = [
-            ",".join(f"{axis}={size}" for axis, size in candidate.mesh.items()),
-            candidate.rules,
-            describe.size_text(candidate.bytes),
-            "yes" if candidate.fits(chip) else "no",
-            f"{candidate.compute * 1e3:.3g}",
-            f"{candidate.network * 1e3:.3g}",
-        ]
-        if index < _COMPILED:
-            mesh = make_mesh(candidate.mesh, devices=devices)
-            layout = Layout.make(mesh, parse_rules(candidate.rules))
-            try:
-                truth, _ = plan(Design.of(alone.config, layout), chip)
-            except UserError as error:
-                row += ["-", str(error)]
-            else:
-                network = (truth.seconds() or {})["network"]
-                row += [describe.size_text(truth.peak), f"{network * 1e3:.3g}"]
-                found.append(plan_report.as_json(truth))
-        else:
-            row += ["", ""]
-        rows.append(row)
+    truths: list[Plan | None] = []
+    for candidate in ranked[:_COMPILED]:
+        mesh = make_mesh(candidate.mesh, devices=devices)
+        layout = Layout.make(mesh, parse_rules(candidate.rules))
+        truths.append(plan(Design.of(alone.config, layout), chip)[0])
+    truths += [None] * (len(ranked) - len(truths))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(plan_report.ranking_as_json(ranked, truths, chip), indent=2))
         return
-    header = (
-        "mesh",
-        "rules",
-        "bytes",
-        "fits",
-        "compute ms",
-        "network ms",
-        "compiled: peak",
-        "network ms",
-    )
-    print(describe.table(header, rows))
+    print(plan_report.ranking(ranked, truths, chip))
     print(
         f"\nby formulas (see vocabjax/plan_search.py); the best {_COMPILED} were compiled for {len(devices)} × {chip.name}"
     )

@@ -1,6 +1,7 @@
 """A config's model and optimiser before there is a run: for those who ask what it would be."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import optax
 
@@ -11,6 +12,8 @@ from vocabjax.optim import make_optimizer
 from vocabjax.sparse import Sparse
 from vocabjax.train import Setup, check_fit
 from vocabjax.vocab.lexicon import Lexicon
+
+Mode = Literal["train", "decode"]  # the programs of a design
 
 
 @dataclass(frozen=True)

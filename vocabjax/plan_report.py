@@ -1,16 +1,18 @@
 """What `plan` prints and draws."""
 
-import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vocabjax.accelerators import Accelerator
 from vocabjax.describe import section, size_text, table
+from vocabjax.design import Mode
 from vocabjax.mesh import Layout
 from vocabjax.plan import Exchange, Plan
+from vocabjax.plan_search import Candidate
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
 _SHOWN = 16
@@ -18,18 +20,21 @@ _SHOWN = 16
 
 def as_text(found: Plan) -> str:
     """One plan, section by section."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    mesh = _mesh_text(found.mesh)
     chip = f"{found.devices} × {found.chip.name}" if found.chip else f"{found.devices} devices"
-    sections = [
-        section(f"memory of one device ({mesh}, {chip})", _memory(found)),
-        section(f"exchanges, {_what(found)}", _exchanges(found.exchanges)),
-    ]
+    sections = [section(f"memory of one device ({mesh}, {chip})", _memory(found))]
+    if found.exchanges is not None:
+        sections.append(
+            section(f"exchanges, {_what(found)}", _exchanges(found.exchanges, found.mode))
+        )
     if (seconds := found.seconds()) is not None:
-        sections.append(section("estimated time of a step", _times(found, seconds)))
+        what = "a step" if found.mode == "train" else "a token of every sequence"
+        sections.append(section(f"estimated time of {what}", _times(found, seconds)))
     lines = ["\n".join(sections)]
     for warning in found.warnings:
         lines.append(red(f"WARNING: {warning}"))
-    lines.append(f"compiled in {found.compile_seconds:.0f} s")
+    did = "compiled" if found.exchanges is not None else "refused"
+    lines.append(f"{did} in {found.compile_seconds:.0f} s")
     return "\n".join(lines)
 
 
@@ -43,48 +48,27 @@ def _memory(found: Plan) -> str:
     rows: list[tuple[str, Any]] = [("parameters", size_text(found.parameters))]
     if found.mode == "train":
         rows.append(("optimiser state", size_text(found.moments)))
-    rest = found.arguments - found.parameters - found.moments
-    rows += [
-        ("other arguments", size_text(max(0, rest))),
-        ("results that are not updated in place", size_text(max(0, found.outputs - found.aliased))),
-        ("temporaries", size_text(found.temporaries)),
-        ("peak", size_text(found.peak)),
-    ]
+    held = found.footprint
+    rest = held.arguments - found.parameters - found.moments
+    rows.append(("other arguments", size_text(max(0, rest))))
+    if found.exchanges is not None:
+        beside = max(0, held.outputs - held.aliased)
+        rows.append(("results that are not updated in place", size_text(beside)))
+    rows.append(("temporaries", size_text(held.temporaries)))
+    if found.mode == "decode":
+        rows.append(("… of which keys and values", size_text(found.cache)))
+    rows.append(("peak", size_text(held.peak)))
     text = table(("", "bytes"), rows, right=True)
-    if found.chip is None or found.fits is None:
+    if found.chip is None or found.available is None:
         return text
-    share = found.peak / found.chip.memory
-    verdict = f"fits: {share:.0%} of the {size_text(found.chip.memory)} of a {found.chip.name}"
-    if not found.fits:
-        verdict = (
-            red(f"does not fit: {share:.0%} of {size_text(found.chip.memory)}")
-            + "\n"
-            + advice(found)
-        )
-    return f"{text}\n\n{verdict}"
-
-
-def advice(found: Plan) -> str:
-    """What would make it fit."""
-    state = found.parameters + found.moments
-    lines = []
-    if found.temporaries > state:
-        lines.append(
-            "temporaries are most of it: --trunk.remat full, a larger --train.accumulate, or a smaller --train.batch"
-        )
-    if state > found.temporaries:
-        lines.append(
-            "parameters and their moments are most of it: --rules fsdp, or a larger model axis in --mesh"
-        )
-    if found.chip is not None and state > found.chip.memory:
-        need = math.ceil(found.devices * state / found.chip.memory)
-        lines.append(
-            f"they alone would fit {need} chips, if all of them were sharded over all chips"
-        )
+    share = f"{held.peak / found.available:.0%} of the {size_text(found.available)} of a {found.chip.name}"
+    if found.fits:
+        return f"{text}\n\nfits: {share}"
+    lines = [text, "", red(f"does not fit: {share}"), *(f"  {line}" for line in found.advice)]
     return "\n".join(lines)
 
 
-def _exchanges(all_: tuple[Exchange, ...]) -> str:
+def _exchanges(all_: tuple[Exchange, ...], mode: Mode) -> str:
     if not all_:
         return "none"
     rows = [
@@ -93,7 +77,7 @@ def _exchanges(all_: tuple[Exchange, ...]) -> str:
             x.kind,
             "+".join(x.axes),
             size_text(x.bytes),
-            "a token" if x.times is None else x.times,
+            f"{x.times} a {'token' if mode == 'decode' else 'turn'}" if x.each_token else x.times,
             size_text(x.total),
         )
         for x in all_[:_SHOWN]
@@ -111,7 +95,7 @@ def _times(found: Plan, seconds: Mapping[str, float]) -> str:
     rate = found.tokens / max(seconds.values())
     text = table(("", "at least"), rows, right=True)
     if found.mode == "decode":
-        return f"{text}\nof {found.tokens:,} prompts and a token each; {longest} takes longest"
+        return f"{text}\nbound by {longest}; at most {rate:,.0f} tokens/s (published figures of the chip, not measured)"
     return (
         f"{text}\nbound by {longest}; at most {rate:,.0f} tokens/s if the three overlap, "
         f"{found.tokens / sum(seconds.values()):,.0f} if none does (published figures of the chip, not measured)"
@@ -125,6 +109,7 @@ def red(text: str) -> str:
 
 def as_json(found: Plan) -> dict[str, Any]:
     """Plain values."""
+    held = found.footprint
     return {
         "mesh": dict(found.mesh),
         "devices": found.devices,
@@ -132,19 +117,20 @@ def as_json(found: Plan) -> dict[str, Any]:
         "mode": found.mode,
         "tokens_per_step": found.tokens,
         "bytes_per_device": {
-            name: getattr(found, name)
-            for name in (
-                "parameters",
-                "moments",
-                "arguments",
-                "outputs",
-                "aliased",
-                "temporaries",
-                "peak",
-            )
+            "parameters": found.parameters,
+            "moments": found.moments,
+            "cache": found.cache,
+            "arguments": held.arguments,
+            "outputs": held.outputs,
+            "aliased": held.aliased,
+            "temporaries": held.temporaries,
+            "peak": held.peak,
+            "available": found.available,
         },
+        "compiled": found.exchanges is not None,
         "fits": found.fits,
-        "exchanges": [{**x._asdict(), "total": x.total} for x in found.exchanges],
+        "advice": list(found.advice),
+        "exchanges": [{**x._asdict(), "total": x.total} for x in found.exchanges or ()],
         "warnings": list(found.warnings),
         "flops_per_step": found.flops,
         "estimated_seconds": found.seconds(),
@@ -156,55 +142,135 @@ def side_by_side(plans: Mapping[str, Plan]) -> str:
     """Several plans, a column each."""
     all_ = list(plans.values())
     rows: list[tuple[str, ...]] = []
-    for name in ("parameters", "moments", "temporaries", "peak"):
-        rows.append((f"{name} of a device", *(size_text(getattr(x, name)) for x in all_)))
+
+    def add(name: str, of: Callable[[Plan], int]) -> None:
+        rows.append((name, *(size_text(of(found)) for found in all_)))
+
+    def sent(name: str, part: str | None = None) -> None:
+        cells = [
+            "unknown"
+            if found.exchanges is None
+            else size_text(sum(x.total for x in found.exchanges if part in (None, x.part)))
+            for found in all_
+        ]
+        rows.append((f"sent: {name}", *cells))
+
+    add("parameters of a device", lambda found: found.parameters)
+    add("moments of a device", lambda found: found.moments)
+    add("temporaries of a device", lambda found: found.footprint.temporaries)
+    add("peak of a device", lambda found: found.footprint.peak)
     rows.append(("fits", *("unknown" if x.fits is None else str(x.fits) for x in all_)))
-    for part in dict.fromkeys(x.part for found in all_ for x in found.exchanges):
-        sums = [sum(x.total for x in found.exchanges if x.part == part) for found in all_]
-        if max(sums) * 100 > max(sum(x.total for x in found.exchanges) for found in all_):
-            rows.append((f"sent: {part}", *(size_text(x) for x in sums)))
-    rows.append(("sent: all", *(size_text(sum(x.total for x in f.exchanges)) for f in all_)))
+    known = [found.exchanges for found in all_ if found.exchanges is not None]
+    most = max((sum(x.total for x in exchanges) for exchanges in known), default=0)
+    for part in dict.fromkeys(x.part for exchanges in known for x in exchanges):
+        sums = (sum(x.total for x in exchanges if x.part == part) for exchanges in known)
+        if max(sums) * 100 > most:
+            sent(part, part)
+    sent("all")
     for name in ("compute", "memory", "network"):
         values = [found.seconds() for found in all_]
-        if all(value is not None for value in values):
-            rows.append((f"{name}, ms at least", *(f"{v[name] * 1e3:,.1f}" for v in values if v)))
+        if any(values):
+            cells = ("unknown" if v is None else f"{v[name] * 1e3:,.3g}" for v in values)
+            rows.append((f"{name}, ms at least", *cells))
     rows.append(("warnings", *(str(len(found.warnings)) for found in all_)))
     return table(("", *plans), rows, right=True)
 
 
-def plot(layout: Layout, rows: int, path: Path) -> None:
-    """Which part of every sharded dimension each device holds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PatchCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+def ranking(ranked: Sequence[Candidate], truths: Sequence[Plan | None], chip: Accelerator) -> str:
+    """Meshes and rules with what formulas say of them; beside it what compiling some of them told (None: it was not)."""
+    rows = []
+    for candidate, truth in zip(ranked, truths, strict=True):
+        row = [
+            _mesh_text(candidate.mesh),
+            candidate.rules,
+            size_text(candidate.bytes),
+            "yes" if candidate.fits(chip) else "no",
+            f"{candidate.compute * 1e3:.3g}",
+            f"{candidate.network * 1e3:.3g}",
+        ]
+        if truth is None:
+            row += ["", "", ""]
+        else:
+            seconds = truth.seconds()
+            network = "unknown" if seconds is None else f"{seconds['network'] * 1e3:.3g}"
+            row += [size_text(truth.footprint.peak), "yes" if truth.fits else "no", network]
+        rows.append(row)
+    estimated = ("mesh", "rules", "bytes", "fits", "compute ms", "network ms")
+    return table((*estimated, "compiled: peak", "fits", "network ms"), rows)
 
-    named = {"vocab": f"vocabulary rows (of {rows:,})", "heads": "heads", "ffn": "feed-forward",
-             "width": "width of matrices", "batch": "sequences"}  # fmt: skip
-    devices = list(layout.mesh.devices.flat)
-    figure = Figure(figsize=(2.6 * len(named), 3.4), layout="constrained")
+
+def ranking_as_json(
+    ranked: Sequence[Candidate], truths: Sequence[Plan | None], chip: Accelerator
+) -> list[dict[str, Any]]:
+    """`ranking` as plain values."""
+    return [
+        {
+            "mesh": candidate.mesh,
+            "rules": candidate.rules,
+            "estimate": {
+                "bytes": candidate.bytes,
+                "fits": candidate.fits(chip),
+                "compute_seconds": candidate.compute,
+                "network_seconds": candidate.network,
+            },
+            "plan": None if truth is None else as_json(truth),
+        }
+        for candidate, truth in zip(ranked, truths, strict=True)
+    ]
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def plot(layout: Layout, rows: int, path: Path) -> None:
+    """Which part of every sharded dimension each device holds: the mesh once per dimension, coloured by part."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    titles = {"vocab": f"{rows:,} vocabulary rows", "heads": "heads", "ffn": "feed-forward",
+              "width": "width of matrices", "batch": "sequences", "seq": "positions"}  # fmt: skip
+    named = {k: v for k, v in titles.items() if k != "seq" or layout.shards("seq") > 1}
+    first, *others = layout.mesh.axis_names
+    grid = layout.mesh.devices.reshape(layout.mesh.devices.shape[0], -1)
+    down, across = grid.shape
+    height = min(7.0, max(2.6, 0.32 * down + 1.4))
+    figure = Figure(figsize=(2.5 * len(named), height), layout="constrained")
     FigureCanvasAgg(figure)
     for index, (logical, title) in enumerate(named.items()):
         axes = figure.add_subplot(1, len(named), index + 1)
         shards = layout.shards(logical)
         where = layout.sharding(logical).devices_indices_map((shards,))
-        boxes, shades = [], []
-        for at, device in enumerate(devices):
-            start, stop, _ = where[device][0].indices(shards)
-            boxes.append(Rectangle((at, start / shards), 1, (stop - start) / shards))
-            shades.append(start / shards)
-        edge = "white" if len(devices) <= 32 else "none"
-        drawn = PatchCollection(boxes, cmap="viridis", edgecolor=edge, linewidth=0.5)
-        drawn.set_array(np.array(shades))
-        drawn.set_clim(0, 1)
-        axes.add_collection(drawn)
-        axes.set_xlim(0, len(devices))
-        axes.set_ylim(1, 0)
+        part = np.array([[where[device][0].indices(shards)[0] for device in row] for row in grid])
+        axes.imshow(part, aspect="auto", cmap="viridis", vmin=0, vmax=max(1, shards - 1))
         over = "+".join(layout.axes(logical))
-        axes.set_title(
-            f"{title}\n{f'{shards} shards over {over}' if shards > 1 else 'all of it'}", fontsize=8
-        )
-        axes.set_xlabel("device", fontsize=8)
+        size = f"{rows // shards:,} rows" if logical == "vocab" else f"1/{shards}"
+        held = f"{size} each, by {over}" if shards > 1 else "all of it on each"
+        axes.set_title(f"{title}\n{held}", fontsize=8)
+        for at in _labelled(part):
+            shade = "black" if part[at] > 0.6 * max(1, shards - 1) else "white"
+            label = str(part[at])
+            axes.text(at[1], at[0], label, ha="center", va="center", fontsize=7, color=shade)
+        axes.set_xticks([0, across - 1] if across > 1 else [0])
+        axes.set_yticks([0, down - 1] if down > 1 else [0])
         axes.tick_params(labelsize=7)
-        axes.set_yticks([0, 0.5, 1], ["first", "", "last"] if not index else ["", "", ""])
-    figure.savefig(path, dpi=110)
+        if others:
+            axes.set_xlabel(" · ".join(others), fontsize=8)
+        if index == 0:
+            axes.set_ylabel(first, fontsize=8)
+    figure.suptitle("What each device of the mesh holds: the number of its part", fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _labelled(part: np.ndarray) -> list[tuple[int, int]]:
+    """Cells that bear the number of their part: as many as can be read, spread evenly."""
+    rows, columns = (_spread(size) for size in part.shape)
+    if part.shape[1] > 16:  # cells are narrow
+        columns = columns[1::4]
+    return [(row, column) for row in rows for column in columns]
+
+
+def _spread(size: int) -> list[int]:
+    """At most 16 of so many cells, in the middles of equal stretches."""
+    shown = min(size, 16)
+    return [int((at + 0.5) * size / shown) for at in range(shown)]

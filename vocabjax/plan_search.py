@@ -21,9 +21,9 @@ from vocabjax.accelerators import Accelerator
 from vocabjax.count import Count, count
 from vocabjax.design import Design
 from vocabjax.errors import UserError
+from vocabjax.footprint import held
 from vocabjax.mesh import Layout, make_mesh, parse_rules
 from vocabjax.param import total_size
-from vocabjax.plan import held
 from vocabjax.state import abstract_state
 
 
