@@ -5,7 +5,8 @@ or by libtpu for a pod: what is reported is read from the compiled program. Time
 
     compute   FLOPs of the model (and of what is recomputed) / peak
     memory    (arguments + outputs + 2 · temporaries) / bandwidth: each read or written once; of a decoded token, (parameters + cache) / bandwidth
-    network   Σ bytes on the wire / (two links of a torus, or all of a switch): ring algorithms, axis after axis
+    network   Σ bytes on the wire / (two links of a torus, or all of a switch): ring algorithms, axis after axis; a slice that is smaller
+              than the torus is open at its ends, where it takes up to twice as long
 
 None of them overlaps another here; on the device some do. Of decoding they are of one token of each sequence, its prompt having been read.
 """

@@ -5,11 +5,12 @@ import math
 import jax
 
 from vocabjax.design import Design, Mode
+from vocabjax.errors import UserError
 from vocabjax.footprint import Footprint, held
 from vocabjax.hlo import Shape, collectives, results
-from vocabjax.optim import assign
+from vocabjax.mesh import FSDP_RULES, Layout
 from vocabjax.parts import part_of
-from vocabjax.sparse import looked_up
+from vocabjax.state import abstract_state
 from vocabjax.vocab.scores import chunk_size
 
 # Parts that see no scores: their activations may happen to be as wide as a shard has rows.
@@ -76,37 +77,32 @@ def _logits(design: Design, text: str) -> list[str]:
 def remedies(
     design: Design, footprint: Footprint, state: int, available: int, mode: Mode
 ) -> list[str]:
-    """What would make a program smaller that needs more than there is; only what is not done yet.
+    """What would make a program smaller that needs more than there is, only what is not done yet; what saves a known amount first.
 
     Args:
       state: bytes of parameters and moments on one device.
       available: bytes of one device.
     """
     config, layout = design.config, design.layout
-    found = []
+    found = [
+        f"--rules {rules}: {state - less:,} bytes fewer of {'parameters and moments' if mode == 'train' else 'parameters'}"
+        for less, rules in sorted(_other_rules(design, mode))
+        if less < state
+    ]
     if mode == "decode":
         found.append("fewer --sequences, or a shorter --context: the cache grows with both")
     else:
         each = config.train.batch // config.train.accumulate // layout.shards("batch")
         if each > 1:
+            price = held(design.blueprint.abstract())
+            keeps = f", but keeps a gradient of {price:,} bytes" * (config.train.accumulate == 1)
             found.append(
-                f"--train.accumulate {2 * config.train.accumulate}: a device has {each} sequences at a time"
+                f"--train.accumulate {each * config.train.accumulate}: a device has one sequence at a time instead of {each}{keeps}"
             )
         if config.trunk.remat != "full":
             found.append("--trunk.remat full: keeps the input of each layer alone")
         elif each == 1 and footprint.temporaries > available - state:
             found.append("a shorter --data.length: one sequence at a time is too much")
-    if layout.shards("width") == 1 and layout.shards("batch") > 1:
-        found.append("--rules fsdp: shards the trunk's matrices over the batch's axis too")
-    if mode == "train":
-        rows, batch = layout.axes("vocab"), layout.axes("batch")
-        if layout.shards("batch") > 1 and not set(rows) & set(batch):
-            axes = "+".join((*rows, *batch))
-            found.append(f"--rules …,vocab={axes}: shards the rows of tables over the batch's too")
-        found += [
-            f"--optim.{group}.sparse catch_up: no gradient as large as its tables"
-            for group in _could_be_sparse(design)
-        ]
     found.append("a larger model axis in --mesh, or more devices")
     if state > available:
         found.append(
@@ -115,12 +111,28 @@ def remedies(
     return found
 
 
-def _could_be_sparse(design: Design) -> list[str]:
-    """The optimiser groups of tables that are only looked up, and are not trained by rows."""
-    group_of = assign(design.config.optim, design.blueprint.infos.values())
-    others = looked_up(design.blueprint) - design.sparse.tables.keys()
-    mixed = {group for path, group in group_of.items() if path not in others}
-    return sorted({group_of[path] for path in others} - mixed)
+def _other_rules(design: Design, mode: Mode) -> list[tuple[int, str]]:
+    """(bytes of the state on one device, --rules) with the trunk's matrices, or the tables' rows, over the batch's axes too."""
+    layout = design.layout
+    tables, batch = layout.axes("vocab"), layout.axes("batch")
+    base = "fsdp" if layout.axes("width") else "default"
+    changes: list[tuple[str, dict[str, tuple[str, ...]]]] = []
+    if not layout.axes("width"):
+        changes.append(("fsdp", dict(FSDP_RULES)))
+    if not set(tables) & set(batch):
+        axes = (*tables, *batch)
+        changes.append((f"{base},vocab={'+'.join(axes)}", {"vocab": axes}))
+    found = []
+    for name, change in changes:
+        try:
+            other = Layout.make(layout.mesh, {**dict(layout.rules), **change})
+            there = Design.of(design.config, other)
+        except UserError:  # a size does not divide
+            continue
+        state = abstract_state(there.blueprint, there.optimizer, there.sparse.catch_up)
+        kept = (state.params, state.optimizer, state.current)
+        found.append((held(kept if mode == "train" else state.params), name))
+    return found
 
 
 def _leaf(design: Design, path: str) -> jax.ShapeDtypeStruct:
