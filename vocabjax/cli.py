@@ -206,15 +206,8 @@ def _count(words: list[str]) -> None:
     flags = parse(CountFlags, f"count {name}", rest, CountFlags(config=config))
     asked, config = flags.count, flags.config
     chip = None if asked.accelerator is None else accelerator(asked.accelerator)
-    chosen = {name: config}
-    if asked.compare is not None:
-        others = [find.load_config(other)[1] for other in asked.compare.split(",")]
-        names = asked.compare.split(",")
-        chosen = {
-            other: on_trunk_of(config, theirs) for other, theirs in zip(names, others, strict=True)
-        }
-    if asked.out is not None and asked.out.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--out {asked.out} must end in .png, .pdf or .svg")
+    chosen = _chosen(name, config, asked.compare)
+    _check_picture(asked.out)
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy
     layout = start(Launch(), one_device=True)
     with jax.set_mesh(layout.mesh):

@@ -20,6 +20,7 @@ from vocabjax.accelerators import Accelerator
 from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.errors import UserError
+from vocabjax.footprint import held
 from vocabjax.optim import assign
 from vocabjax.param import ParamInfo, matrix_flops, total_size
 from vocabjax.sparse import looked_up
@@ -301,9 +302,9 @@ def _memory(design: Design) -> Memory:
     chunk = chunk_size(layout, sizes.padded, config.vocab.objective.chunk)
     chunk = min(chunk, microbatch * length)
     return Memory(
-        _bytes(state.params),
+        held(state.params),
         gradients,
-        _bytes((state.optimizer, state.current)),
+        held((state.optimizer, state.current)),
         _kept(design),
         4 * microbatch * length * sizes.padded,
         4 * sizes.padded * (chunk + config.vocab.width),
@@ -325,10 +326,6 @@ def _kept(design: Design) -> int:
 
             return jax.vjp(hidden, params)[1]
 
-        return _bytes(jax.eval_shape(backward, blueprint.abstract(), ids))
+        return held(jax.eval_shape(backward, blueprint.abstract(), ids))
 
     return of(2) - of(1)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

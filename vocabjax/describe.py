@@ -1,7 +1,6 @@
 """What configs, models, meshes and results look like on a terminal. Nothing here allocates a parameter."""
 
 import json
-import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from vocabjax.config import Config, shown, to_json
 from vocabjax.evaluate import Decile
+from vocabjax.footprint import held
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig, assign, report
@@ -97,11 +97,11 @@ def parameter_text(
     rows = []
     for info in blueprint.infos.values():
         sharding = layout.sharding(*info.axes)
-        held = _held(jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding))
+        size = held(jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding))
         shape = jax.typeof(jax.ShapeDtypeStruct(info.shape, info.dtype)).str_short(True)
-        rows.append((info.path, shape, _spec(sharding.spec), groups[info.path], held))
+        rows.append((info.path, shape, _spec(sharding.spec), groups[info.path], size))
     parameters = sum(row[-1] for row in rows)
-    moments = sum(_held(x) for x in jax.tree.leaves(abstract_state(blueprint, optimizer).optimizer))
+    moments = held(abstract_state(blueprint, optimizer).optimizer)
     padding = f", padded to {sizes.padded:,} rows" if sizes.padded > sizes.logical else ""
     return "\n".join(
         [
@@ -194,12 +194,6 @@ def _by_index(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return {str(index): part for index, part in enumerate(value)}
     return value
-
-
-def _held(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array that one device holds."""
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def size_text(count: int) -> str:

@@ -338,16 +338,15 @@ def read_tokens(name: str) -> StoredTokens:
         IdError: an id is negative or not below the declared size; names its position and value.
     """
     pattern = os.path.expanduser(name)
-    matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
-    found = [_read_shard(path) for path in matches or [Path(pattern)]]
+    paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
+    found = [_read_shard(path) for path in paths]
     _, first = found[0]
-    for path, (_, about) in zip(matches, found, strict=False):
+    for path, (_, about) in zip(paths, found, strict=True):
         for field in ("size", "end_of_text"):
             if about.get(field) != first.get(field):
                 raise UserError(
-                    f"{path}: {field} is {about.get(field)}, but {matches[0]} says {first.get(field)}: shards of one stream must agree"
+                    f"{path}: {field} is {about.get(field)}, but {paths[0]} says {first.get(field)}: shards of one stream must agree"
                 )
-    paths = matches or [Path(pattern)]
     largest = max(
         _check_stream(path, tokens, about.get("size"))
         for path, (tokens, about) in zip(paths, found, strict=True)
