@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import collectives
 from meshes import put
 from models import layout_on, quick_jit, random_params
 
@@ -344,21 +345,27 @@ def test_the_program_does_not_grow_with_depth() -> None:
         ("data=8,model=1", "default"),
         ("data=2,seq=2,model=2", "seq=seq"),
         ("data=2,model=4", "fsdp"),
+        ("data=2,seq=2,model=2", "fsdp,seq=seq,width=data+seq"),
+        ("data=2,seq=2,model=2", "fsdp,seq=seq"),  # tokens are cut further than the width
     ],
 )
 def test_sharded_equals_unsharded(mesh: str, rules: str) -> None:
-
     blueprint = Blueprint(VOCAB, RICH, layout_on(mesh, rules))
-    with jax.set_mesh(blueprint.layout.mesh):
-        loss, gradient = loss_and_gradient(blueprint)(
-            random_params(blueprint), *batch_on(blueprint.layout)
-        )
+    layout, arguments = blueprint.layout, (random_params(blueprint), *batch_on(blueprint.layout))
+    with jax.set_mesh(layout.mesh):
+        compiled = loss_and_gradient(blueprint).lower(*arguments).compile()
+        loss, gradient = compiled(*arguments)
     np.testing.assert_allclose(loss, unsharded()[0], 1e-5)
     assert_same_gradient(gradient, unsharded()[1])
     q = gradient["trunk"]["layers"]["q"]
     assert q.sharding.is_equivalent_to(
         blueprint.layout.sharding("layers", "width", "heads", "head_dim"), q.ndim
     )
+    matrices = [gradient["trunk"]["layers"][name] for name in (*"qkvo", "gate", "up", "down")]
+    parts = {part.sharding.shard_shape(part.shape)[1:] for part in matrices}
+    found = {shape for kind, shape in collectives(compiled.as_text()) if kind == "reduce-scatter"}
+    is_cut = layout.axes("width") == (*layout.axes("batch"), *layout.axes("seq"))
+    assert parts & found == (parts if is_cut else set())
 
 
 def test_key_value_heads_that_do_not_divide_are_replicated() -> None:

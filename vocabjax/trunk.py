@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from vocabjax.attention import Rotation, attention, kv_axis, rotate, rotation
-from vocabjax.dense import dense
+from vocabjax.dense import dense, gathered
 from vocabjax.errors import UserError
 from vocabjax.mesh import Layout
 from vocabjax.norms import RMSNorm, rms_norm
@@ -501,4 +501,4 @@ def feed_forward(layout: Layout, params: LayerParams, h_BTD: jax.Array) -> jax.A
 
 def _weight(layout: Layout, value: jax.Array, like: jax.Array, *axes: str | None) -> jax.Array:
     # Cast, then gathered over the width's axes (fsdp): the collective moves the narrow dtype.
-    return layout.place(value.astype(like.dtype), *axes)
+    return gathered(layout, value.astype(like.dtype), *axes)
