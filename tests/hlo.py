@@ -1,7 +1,7 @@
 """What tests ask of a compiled program."""
 
-from vocabjax import hlo
-from vocabjax.hlo import Shape, buffers, compiled_text
+from vocabjax.forecast import hlo
+from vocabjax.forecast.hlo import Shape, buffers, compiled_text
 
 __all__ = ["buffers", "collectives", "compiled_text"]
 

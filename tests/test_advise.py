@@ -11,10 +11,9 @@ import pytest
 from models import layout_on
 
 from vocabjax import cli, find
-from vocabjax.accelerators import ACCELERATORS
-from vocabjax.advise import Advice, Needs, advise, rows_seen
 from vocabjax.config import Config
 from vocabjax.design import Design
+from vocabjax.forecast.advise import Advice, Needs, advise, rows_seen
 from vocabjax.published import MODELS
 
 
@@ -50,7 +49,7 @@ def test_tables_are_tied_where_published_models_do_or_measurements_say(
 
 
 def test_its_numbers_are_those_of_the_model() -> None:
-    lines, config = advised("article_3b", chip=ACCELERATORS["v5e"], shards=4)
+    lines, config = advised("article_3b", accelerator="v5e", shards=4)
     assert "256,245,760 parameters, 10.4% of the tied model" in lines["tie the tables"].because
     # 782 blocks of 128 do not divide over 4 shards: 784 do.
     assert "are 100,352: 256 more" in lines["padding"].because

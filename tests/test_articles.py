@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 from models import layout_on
 
-from vocabjax.accelerators import ACCELERATORS
-from vocabjax.advise import rows_seen
 from vocabjax.config import Config
-from vocabjax.count import Count, count
 from vocabjax.design import Design
 from vocabjax.flags import CountFlags, parse, with_parts
+from vocabjax.forecast.accelerators import ACCELERATORS
+from vocabjax.forecast.advise import rows_seen
+from vocabjax.forecast.count import Count, count
 from vocabjax.published import MODELS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "articles.md").read_text(encoding="utf-8")

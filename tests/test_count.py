@@ -10,10 +10,10 @@ import pytest
 from models import layout_on
 
 from vocabjax import cli, find
-from vocabjax.accelerators import ACCELERATORS
 from vocabjax.config import Config
-from vocabjax.count import ATTENTION, FEED_FORWARD, HEAD, Count, count, on_trunk_of
 from vocabjax.design import Design
+from vocabjax.forecast.accelerators import ACCELERATORS
+from vocabjax.forecast.count import ATTENTION, FEED_FORWARD, HEAD, Count, count, on_trunk_of
 from vocabjax.optim import GroupConfig
 from vocabjax.published import MODELS
 from vocabjax.trunk import TrunkConfig

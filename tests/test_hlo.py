@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from models import layout_on
 
-from vocabjax.hlo import axes_of, collectives, compiled_text
+from vocabjax.forecast.hlo import axes_of, collectives, compiled_text
 
 
 def test_loops_multiply_what_stands_in_them() -> None:

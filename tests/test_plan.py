@@ -13,22 +13,23 @@ import pytest
 from models import layout_on
 from small_runs import config_of as small_config
 
-from vocabjax import cli, find, plan_search
+from vocabjax import cli, find
 from vocabjax import train as training
-from vocabjax.accelerators import ACCELERATORS
 from vocabjax.config import Config
 from vocabjax.design import Design
-from vocabjax.footprint import Footprint, TooLarge, hbm_total, held, no_room
-from vocabjax.hlo import collectives, compiled_text
+from vocabjax.forecast.accelerators import ACCELERATORS
+from vocabjax.forecast.faults import faults
+from vocabjax.forecast.footprint import Footprint, TooLarge, hbm_total, held, no_room
+from vocabjax.forecast.hlo import collectives, compiled_text
+from vocabjax.forecast.parts import part_of
+from vocabjax.forecast.plan import Exchange, Plan, exchanges, plan
+from vocabjax.forecast.plan_report import as_json, as_text, side_by_side
+from vocabjax.forecast.search import search
+from vocabjax.forecast.topologies import tpu_devices
 from vocabjax.mesh import Layout, make_mesh
 from vocabjax.optim import GroupConfig
-from vocabjax.parts import part_of
-from vocabjax.plan import Exchange, Plan, exchanges, plan
-from vocabjax.plan_faults import faults
-from vocabjax.plan_report import as_json, as_text, side_by_side
 from vocabjax.state import init_state
 from vocabjax.step import abstract_batch, make_step
-from vocabjax.topologies import tpu_devices
 from vocabjax.trunk import TrunkConfig
 from vocabjax.vocab.interfaces import Objective
 from vocabjax.vocab.loss import linear_cross_entropy
@@ -268,7 +269,7 @@ def test_what_a_compiler_refuses_is_a_plan_that_does_not_fit(
     def refuse(lowered: Any, platform: str) -> Any:
         raise TooLarge(needs=10_000_000, available=9_000_000)
 
-    monkeypatch.setattr("vocabjax.plan.compile_measured", refuse)
+    monkeypatch.setattr("vocabjax.forecast.plan.compile_measured", refuse)
     layout = layout_on("data=2,model=4")
     design = Design.of(config_of("untied"), layout)
     found, text = plan(design, ACCELERATORS["v5e"])
@@ -331,7 +332,7 @@ def test_parts_are_told_by_where_operations_come_from() -> None:
 def test_a_search_ranks_what_fits_by_time_and_leaves_out_what_does_not_divide() -> None:
     layout = layout_on("data=1,model=1")
     design = Design.of(config_of("tied"), layout)
-    ranked = plan_search.search(design, jax.devices(), ACCELERATORS["v5e"])
+    ranked = search(design, jax.devices(), ACCELERATORS["v5e"])
     meshes = {tuple(c.mesh.values()) for c in ranked}
     assert meshes <= {(8, 1), (4, 2), (2, 4), (1, 8)}
     assert len(ranked) == 2 * len(meshes)

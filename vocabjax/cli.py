@@ -13,45 +13,35 @@ from pathlib import Path
 
 import jax
 
-from vocabjax import __version__, count_report, describe, find, plan_report, plan_search
-from vocabjax.accelerators import Accelerator, accelerator
-from vocabjax.advise import Needs, advise
+from vocabjax import __version__, describe, find
 from vocabjax.allocator import restart_retaining
 from vocabjax.checkpoint import Checkpoints
-from vocabjax.config import Config, differences, to_json
-from vocabjax.count import count, on_trunk_of
+from vocabjax.config import Config, differences
 from vocabjax.data.tokenizer import decode, encode_documents, with_end_of_text
 from vocabjax.design import Design
 from vocabjax.errors import UserError, nearest
 from vocabjax.evaluate import Evaluator
-from vocabjax.experiment import depth_of_equal_parameters, with_layers
-from vocabjax.files import write_atomic
 from vocabjax.flags import (
-    AdviseFlags,
-    CountFlags,
     EvalFlags,
     InspectFlags,
-    PlanFlags,
-    PlanRequest,
     SampleFlags,
     TrainFlags,
+    config_of,
     parse,
-    with_parts,
 )
+from vocabjax.forecast.commands import run_advise, run_count, run_plan
 from vocabjax.generate import generate
 from vocabjax.launch import Launch, start
 from vocabjax.load import load_run, run_data
 from vocabjax.log import read_metrics
-from vocabjax.mesh import Layout, make_mesh, parse_mesh, parse_rules
+from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import make_optimizer
-from vocabjax.plan import Plan, plan
 from vocabjax.presets import PRESETS
 from vocabjax.processes import together
 from vocabjax.published import MODELS
 from vocabjax.runs import Run
 from vocabjax.step import lower
-from vocabjax.topologies import tpu_devices
 from vocabjax.train import Interrupted, train
 
 OVERVIEW = """\
@@ -118,9 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
-        "count": _count,
-        "advise": _advise,
-        "plan": _plan,
+        "count": run_count,
+        "advise": run_advise,
+        "plan": run_plan,
         "eval": _eval,
         "sample": _sample,
         "inspect": _inspect,
@@ -139,7 +129,7 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _train(words: list[str]) -> None:
-    name, config, rest = _config_of("train", words)
+    name, config, rest = config_of("train", words)
     flags = parse(TrainFlags, f"train {name}", rest, TrainFlags(config=config))
     name = flags.run.name or name
     if name in (".", "..") or Path(name).name != name:
@@ -165,23 +155,6 @@ def _train(words: list[str]) -> None:
         print(describe.section(title, describe.summary_text(summary)), end="")
 
 
-def _config_of(command: str, words: list[str]) -> tuple[str, Config, list[str]]:
-    """What a command is about: (name, the config with its parts swapped and added, the flags).
-
-    Raises:
-      UserError: it does not begin with a config.
-    """
-    if words and words[0] in ("-h", "--help", "-H", "--help-verbose"):
-        words = ["base", *words]
-    if not words or words[0].startswith("-"):
-        known = ", ".join([*find.configs(), *MODELS])
-        raise UserError(
-            f"{command} needs a config first: {command} CONFIG [flags]; configs: {known}"
-        )
-    name, config = find.load_config(words[0])
-    return name, with_parts(config, words[1:]), words[1:]
-
-
 def _dry_run(config: Config, layout: Layout) -> None:
     with jax.set_mesh(layout.mesh):
         design = Design.of(config, layout)
@@ -199,185 +172,6 @@ def _dry_run(config: Config, layout: Layout) -> None:
         print(describe.section("optimiser groups", describe.group_text(config.optim, blueprint)))
     print(f"{flops:,} training FLOPs per token; {design.note}")
     print("dry run: no parameter was allocated, no run made")
-
-
-def _count(words: list[str]) -> None:
-    name, config, rest = _config_of("count", words)
-    flags = parse(CountFlags, f"count {name}", rest, CountFlags(config=config))
-    asked, config = flags.count, flags.config
-    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
-    chosen = _chosen(name, config, asked.compare)
-    _check_picture(asked.out)
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy
-    layout = start(Launch(), one_device=True)
-    with jax.set_mesh(layout.mesh):
-        designs = {key: Design.of(value, layout) for key, value in chosen.items()}
-        counts = {
-            key: count(design, batch=asked.sequences, context=asked.context)
-            for key, design in designs.items()
-        }
-    if asked.out is not None:
-        count_report.plot(counts, asked.out)
-    if asked.json:
-        values = {key: found.as_json(chip) for key, found in counts.items()}
-        print(json.dumps(values if asked.compare else values[name], indent=2))
-        return
-    if asked.compare is None:
-        print(count_report.as_text(counts[name], chip))
-    else:
-        trunk = config.trunk
-        V, D = next(iter(designs.values())).config.vocab.size, config.vocab.width
-        title = f"V = {V:,}, D = {D:,}, {trunk.layers} layers of {name}"
-        print(describe.section(title, count_report.side_by_side(counts, chip)))
-    print(f"{next(iter(designs.values())).note}")
-    if asked.out is not None:
-        print(f"Figure: {asked.out}")
-
-
-def _chosen(name: str, config: Config, compare: str | None) -> dict[str, Config]:
-    """The config; or, to compare, the vocabularies of others on its trunk."""
-    if compare is None:
-        return {name: config}
-    others = {other: find.load_config(other)[1] for other in compare.split(",")}
-    return {other: on_trunk_of(config, theirs) for other, theirs in others.items()}
-
-
-def _check_picture(path: Path | None) -> None:
-    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--out {path} must end in .png, .pdf or .svg")
-
-
-def _advise(words: list[str]) -> None:
-    name, config, rest = _config_of("advise", words)
-    flags = parse(AdviseFlags, f"advise {name}", rest, AdviseFlags(config=config))
-    asked, config = flags.advise, flags.config
-    if asked.out is not None and asked.out.suffix != ".json":
-        raise UserError(f"--out {asked.out} must end in .json")
-    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
-    needs = Needs(
-        *(asked.on_device, asked.tokens, asked.passes, asked.input_only, chip, asked.shards)
-    )
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy
-    layout = start(Launch(), one_device=True)
-    with jax.set_mesh(layout.mesh):
-        if asked.parameters is not None:
-            config = _of_size(config, asked.parameters, layout)
-        design = Design.of(config, layout)
-        lines, advised = advise(design, needs)
-    if asked.out is not None:
-        write_atomic(asked.out, to_json(advised))
-    if asked.json:
-        advice = [line._asdict() for line in lines]
-        print(json.dumps({"advice": advice, "config": json.loads(to_json(advised))}, indent=2))
-        return
-    for line in lines:
-        print(describe.hang(f"{line.topic}: ", line.choice))
-        print(describe.hang("    ", f"{line.because}."))
-        print(describe.hang("    ", f"[{line.certainty}: {line.source}]") + "\n")
-    changes = differences(advised, design.config)
-    print(describe.section(f"what that changes of {name}", "\n".join(changes) or "nothing"))
-    if asked.out is None:
-        print("--out FILE.json keeps the config")
-    else:
-        print(f"{asked.out}: look at it with `train {asked.out} --dry-run`")
-
-
-def _of_size(config: Config, parameters: float, layout: Layout) -> Config:
-    if not 1e3 <= parameters < 1e13:
-        raise UserError(f"--parameters = {parameters:g} must be between 1e3 and 1e13")
-    if config.vocab.size is None:
-        raise UserError("--parameters needs the vocabulary's size: --vocab.size")
-    return with_layers(config, depth_of_equal_parameters(config, int(parameters), layout))
-
-
-def _plan(words: list[str]) -> None:
-    name, config, rest = _config_of("plan", words)
-    flags = parse(PlanFlags, f"plan {name}", rest, PlanFlags(config=config))
-    asked = flags.plan
-    chosen = _chosen(name, flags.config, asked.compare)
-    _check_picture(asked.out)
-    chip = None if asked.accelerator is None else accelerator(asked.accelerator)
-    if asked.topology is not None:
-        if asked.devices is not None or chip is not None:
-            raise UserError(
-                "--topology says what devices there are; leave --devices and --accelerator out"
-            )
-        jax.config.update("jax_platforms", "cpu")
-        devices, chip = tpu_devices(asked.topology)
-    else:
-        simulated = Launch(devices=asked.devices, mesh=f"data={asked.devices or -1}")
-        devices = list(start(simulated).mesh.devices.flat)
-    rules = parse_rules(asked.rules)
-    if asked.search:
-        for flag, is_given in (
-            ("--mesh", asked.mesh is not None),
-            ("--rules", asked.rules != PlanRequest().rules),
-            ("--mode decode", asked.mode == "decode"),
-            ("--out", asked.out is not None),
-        ):
-            if is_given:
-                raise UserError(
-                    f"--search tries meshes and rules for the training step: leave {flag} out"
-                )
-        _search(chosen, devices, chip, as_json=asked.json)
-        return
-    layout = Layout.make(make_mesh(parse_mesh(asked.mesh or ""), devices=devices), rules)
-    layout.require_used()
-    plans = {}
-    for key, value in chosen.items():
-        design = Design.of(value, layout)
-        plans[key], _ = plan(
-            design, chip, asked.mode, context=asked.context, sequences=asked.sequences
-        )
-    if asked.out is not None:
-        plan_report.plot(layout, design.blueprint.sizes.padded, asked.out)
-    if asked.json:
-        values = {key: plan_report.as_json(found) for key, found in plans.items()}
-        print(json.dumps(values if asked.compare else values[name], indent=2))
-        return
-    if asked.compare is None:
-        print(plan_report.as_text(plans[name]))
-    else:
-        print(plan_report.side_by_side(plans))
-        for key, found in plans.items():
-            for warning in found.warnings:
-                print(plan_report.red(f"WARNING: {key}: {warning}"))
-    if asked.out is not None:
-        print(f"Figure: {asked.out}")
-
-
-def _search(
-    chosen: dict[str, Config],
-    devices: Sequence[jax.Device],
-    chip: Accelerator | None,
-    *,
-    as_json: bool,
-) -> None:
-    if chip is None:
-        raise UserError("--search ranks by a chip's figures: give --topology, or --accelerator")
-    if len(chosen) > 1:
-        raise UserError("--search is for one config: leave --compare out")
-    (config,) = chosen.values()
-    one = start(Launch(), one_device=True)
-    with jax.set_mesh(one.mesh):
-        alone = Design.of(config, one)
-    ranked = plan_search.search(alone, devices, chip)
-    truths: list[Plan | None] = []
-    for candidate in ranked[:_COMPILED]:
-        mesh = make_mesh(candidate.mesh, devices=devices)
-        layout = Layout.make(mesh, parse_rules(candidate.rules))
-        truths.append(plan(Design.of(alone.config, layout), chip)[0])
-    truths += [None] * (len(ranked) - len(truths))
-    if as_json:
-        print(json.dumps(plan_report.ranking_as_json(ranked, truths, chip), indent=2))
-        return
-    print(plan_report.ranking(ranked, truths, chip))
-    print(
-        f"\nby formulas (see vocabjax/plan_search.py); the best {_COMPILED} were compiled for {len(devices)} × {chip.name}"
-    )
-
-
-_COMPILED = 3  # of the candidates of a search
 
 
 def _eval(words: list[str]) -> None:

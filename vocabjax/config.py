@@ -166,10 +166,11 @@ def from_json(text: str, where: str = "config") -> Config:
     Raises:
       UserError: not JSON, an unknown field or part, or a value of the wrong type; names the place.
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); is the file truncated?") from error
+    return from_values(_values(text, where), where)
+
+
+def from_values(values: Any, where: str) -> Config:
+    """`from_json`, of what the JSON holds."""
     try:
         config: Config = _converter().structure(values, Config)
     except (cattrs.BaseValidationError, cattrs.errors.StructureHandlerNotFoundError) as error:
@@ -181,13 +182,25 @@ def from_json(text: str, where: str = "config") -> Config:
     return config
 
 
-def load_config(path: Path) -> Config:
-    """Reads a `config.json`. Raises UserError naming the file."""
+def read_values(path: Path) -> Any:
+    """What a JSON file holds. Raises UserError naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    return from_json(text, str(path))
+    return _values(text, str(path))
+
+
+def load_config(path: Path) -> Config:
+    """Reads a `config.json`. Raises UserError naming the file."""
+    return from_values(read_values(path), str(path))
+
+
+def _values(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}); is the file truncated?") from error
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from vocabjax.config import Config, shown, to_json
 from vocabjax.evaluate import Decile
-from vocabjax.footprint import held
+from vocabjax.forecast.footprint import held
 from vocabjax.mesh import Layout
 from vocabjax.model import Blueprint
 from vocabjax.optim import OptimConfig, assign, report

@@ -13,7 +13,7 @@ from types import ModuleType
 from vocabjax import config as configuration
 from vocabjax.config import Config
 from vocabjax.errors import UserError, nearest
-from vocabjax.published import MODELS, from_hugging_face, is_hugging_face, read_json
+from vocabjax.published import MODELS, from_hugging_face, is_hugging_face
 
 _PACKAGE = Path(__file__).parent
 
@@ -71,9 +71,9 @@ def load_config(name: str) -> tuple[str, Config]:
 
 
 def _of_json(path: Path) -> Config:
-    if is_hugging_face(values := read_json(path)):
-        return from_hugging_face(values, str(path))
-    return configuration.load_config(path)
+    values = configuration.read_values(path)
+    read = from_hugging_face if is_hugging_face(values) else configuration.from_values
+    return read(values, str(path))
 
 
 def load_experiment(name: str) -> ModuleType:

@@ -10,10 +10,11 @@ import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from vocabjax import find
 from vocabjax.config import Config, kinds
 from vocabjax.errors import UserError, nearest
 from vocabjax.generate import SamplingConfig
@@ -21,6 +22,7 @@ from vocabjax.launch import Launch
 from vocabjax.load import Step
 from vocabjax.optim import NamedGroup
 from vocabjax.presets import apply_presets
+from vocabjax.published import MODELS
 from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
 
 Flat = tyro.conf.arg(name="")  # its flags stand without a name before them
@@ -80,114 +82,6 @@ class TrainFlags:
     run: Annotated[RunFlags, Flat, Switches] = field(default_factory=RunFlags)
     parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
     launch: Annotated[Launch, Flat, Switches] = field(default_factory=Launch)
-    config: Annotated[Config, Flat] = field(default_factory=Config)
-
-
-@dataclass(frozen=True)
-class CountRequest:
-    """What to count beside the model.
-
-    Attributes:
-      context: tokens that a decoding sequence has behind it.
-      sequences: how many decode together.
-      accelerator: a chip to tell whether decoding is bound by memory on it: v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200.
-      compare: configs, separated by commas, whose vocabularies are counted on this trunk, V and D, side by side.
-      out: a picture to draw of that, as PNG, PDF or SVG.
-      json: print JSON.
-    """
-
-    context: int = 1024
-    sequences: int = 1
-    accelerator: str | None = None
-    compare: str | None = None
-    out: Path | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class CountFlags:
-    """Counts what a config costs: parameters, FLOPs, bytes. Nothing is allocated."""
-
-    count: Annotated[CountRequest, Flat, Switches] = field(default_factory=CountRequest)
-    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
-    config: Annotated[Config, Flat] = field(default_factory=Config)
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What to plan for.
-
-    Attributes:
-      mesh: named axes and their sizes, e.g. data=2,model=4; one may be -1. None: every device along data.
-      rules: default or fsdp, and changes to it, as of `train`.
-      devices: simulate so many CPU devices.
-      topology: compile for a TPU slice instead, e.g. v5e:4x4, v5p:4x4x4, v6e:16x16; needs the extra `tpu`.
-      accelerator: the chip whose memory and speed count on simulated devices.
-      mode: the training step, or decoding.
-      context: of decoding: how long the prompts are.
-      sequences: of decoding: how many; None: one per shard of the batch.
-      search: rank meshes and rules for these devices by formulas, then compile the best few.
-      compare: configs, separated by commas, whose vocabularies are planned on this trunk, V and D, side by side.
-      out: a picture to draw of what each device holds, as PNG, PDF or SVG.
-      json: print JSON.
-    """
-
-    mesh: str | None = None
-    rules: str = "default"
-    devices: int | None = None
-    topology: str | None = None
-    accelerator: str | None = None
-    mode: Literal["train", "decode"] = "train"
-    context: int = 1024
-    sequences: int | None = None
-    search: bool = False
-    compare: str | None = None
-    out: Path | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class PlanFlags:
-    """Compiles the real program for machines that need not be here: what it holds, sends, and whether it fits."""
-
-    plan: Annotated[PlanRequest, Flat, Switches] = field(default_factory=PlanRequest)
-    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
-    config: Annotated[Config, Flat] = field(default_factory=Config)
-
-
-@dataclass(frozen=True)
-class AdviseRequest:
-    """What is known beside the config.
-
-    Attributes:
-      parameters: aim at a model of so many (3e9), by its depth; None: the config's.
-      on_device: it is to decode where memory is scarce and storage is not.
-      tokens: of training text.
-      passes: over that text.
-      input_only: share of ids that are read and never predicted, such as image placeholders.
-      accelerator: the chip that it decodes on.
-      shards: of the vocabulary.
-      out: write the advised config there, a .json that `train` takes.
-      json: print JSON.
-    """
-
-    parameters: float | None = None
-    on_device: bool = False
-    tokens: float | None = None
-    passes: float = 1.0
-    input_only: float = 0.0
-    accelerator: str | None = None
-    shards: int = 1
-    out: Path | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class AdviseFlags:
-    """What to choose for this model's vocabulary, why, and how sure that is."""
-
-    advise: Annotated[AdviseRequest, Flat, Switches] = field(default_factory=AdviseRequest)
-    parts: Annotated[PartFlags, Flat, Switches] = field(default_factory=PartFlags)
     config: Annotated[Config, Flat] = field(default_factory=Config)
 
 
@@ -317,6 +211,23 @@ def _nearest_flag(word: str, known: list[str]) -> str:
         return f"; did you mean {' or '.join(map(repr, same[:3]))}?"
     ending = nearest(word, (flag for flag in known if flag.startswith("--")))
     return "" if ending.startswith("; known") else ending
+
+
+def config_of(command: str, words: list[str]) -> tuple[str, Config, list[str]]:
+    """What a command is about: (name, the config with its parts swapped and added, the flags).
+
+    Raises:
+      UserError: it does not begin with a config.
+    """
+    if words and words[0] in ("-h", "--help", "-H", "--help-verbose"):
+        words = ["base", *words]
+    if not words or words[0].startswith("-"):
+        known = ", ".join([*find.configs(), *MODELS])
+        raise UserError(
+            f"{command} needs a config first: {command} CONFIG [flags]; configs: {known}"
+        )
+    name, config = find.load_config(words[0])
+    return name, with_parts(config, words[1:]), words[1:]
 
 
 def with_parts(config: Config, words: list[str]) -> Config:

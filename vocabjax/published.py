@@ -8,10 +8,8 @@ Shapes: the configurations published with the models, which their reports descri
 Qwen3 arXiv:2505.09388, Llama 3 arXiv:2407.21783, Gemma 2 arXiv:2408.00118, Gemma 3 arXiv:2503.19786, SmolLM2 arXiv:2502.02737).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from vocabjax.config import Config, TrainConfig
@@ -221,11 +219,3 @@ def from_hugging_face(values: Mapping[str, Any], where: str) -> Config:
         tied=bool(tied),
         rope_theta=float(theta),
     )
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where it is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vocabjax import hlo
 from vocabjax.flags import Flat, Switches, parse
+from vocabjax.forecast import hlo
 from vocabjax.launch import Launch, start
 from vocabjax.mesh import Layout, make_mesh
 from vocabjax.vocab.interfaces import Objective

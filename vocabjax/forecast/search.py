@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vocabjax.accelerators import Accelerator
-from vocabjax.count import Count, count
 from vocabjax.design import Design
 from vocabjax.errors import UserError
-from vocabjax.footprint import held
+from vocabjax.forecast.accelerators import Accelerator
+from vocabjax.forecast.count import Count, count
+from vocabjax.forecast.footprint import held
 from vocabjax.mesh import Layout, make_mesh, parse_rules
 from vocabjax.param import total_size
 from vocabjax.state import abstract_state

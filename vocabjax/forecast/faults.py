@@ -6,10 +6,10 @@ import jax
 
 from vocabjax.design import Design, Mode
 from vocabjax.errors import UserError
-from vocabjax.footprint import Footprint, held
-from vocabjax.hlo import Shape, collectives, results
+from vocabjax.forecast.footprint import Footprint, held
+from vocabjax.forecast.hlo import Shape, collectives, results
+from vocabjax.forecast.parts import part_of
 from vocabjax.mesh import FSDP_RULES, Layout
-from vocabjax.parts import part_of
 from vocabjax.state import abstract_state
 from vocabjax.vocab.scores import chunk_size
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from vocabjax.accelerators import Accelerator
-from vocabjax.count import Count
 from vocabjax.describe import section, size_text, table
+from vocabjax.forecast.accelerators import Accelerator
+from vocabjax.forecast.count import Count
 
 
 def as_text(found: Count, chip: Accelerator | None) -> str:

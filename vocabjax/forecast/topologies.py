@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from vocabjax.accelerators import Accelerator, accelerator
 from vocabjax.errors import UserError
+from vocabjax.forecast.accelerators import Accelerator, accelerator
 
 # What Google Cloud's pages of these versions offer: on a flat torus these shapes; on one of three dimensions each of
 # 1, 2, 4 or a multiple of 4, up to so many chips (of a v5p pod's 8,960 a slice takes 6,144).

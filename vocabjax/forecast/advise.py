@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vocabjax.accelerators import Accelerator
 from vocabjax.config import Config
-from vocabjax.count import Count, count
 from vocabjax.describe import size_text
 from vocabjax.design import Design
 from vocabjax.errors import UserError
+from vocabjax.forecast.accelerators import Accelerator, accelerator
+from vocabjax.forecast.count import Count, count
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
 from vocabjax.vocab.memories.ple import PLE
 
@@ -32,7 +32,7 @@ class Needs:
       tokens: of training text; None: unknown.
       passes: over that text.
       input_only: share of ids that are read and never predicted, such as image placeholders.
-      chip: that it decodes on; None: unknown.
+      accelerator: the chip that it decodes on; None: unknown.
       shards: of the vocabulary that are planned.
     """
 
@@ -40,7 +40,7 @@ class Needs:
     tokens: float | None = None
     passes: float = 1.0
     input_only: float = 0.0
-    chip: Accelerator | None = None
+    accelerator: str | None = None
     shards: int = 1
 
     def check(self) -> None:
@@ -53,6 +53,11 @@ class Needs:
             raise UserError(f"--input-only = {self.input_only} must be in [0, 1)")
         if self.shards < 1:
             raise UserError(f"--shards = {self.shards} must be at least 1")
+        _ = self.chip
+
+    @property
+    def chip(self) -> Accelerator | None:
+        return None if self.accelerator is None else accelerator(self.accelerator)
 
 
 class Advice(NamedTuple):

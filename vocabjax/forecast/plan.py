@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vocabjax.accelerators import Accelerator
 from vocabjax.design import Design, Mode
 from vocabjax.errors import UserError
-from vocabjax.footprint import Footprint, TooLarge, compile_measured, held
+from vocabjax.forecast.accelerators import Accelerator
+from vocabjax.forecast.faults import faults, remedies
+from vocabjax.forecast.footprint import Footprint, TooLarge, compile_measured, held
+from vocabjax.forecast.hlo import Collective, axes_of, collectives
+from vocabjax.forecast.parts import part_of
 from vocabjax.generate import SamplingConfig, decode
-from vocabjax.hlo import Collective, axes_of, collectives
 from vocabjax.mesh import Layout
-from vocabjax.parts import part_of
-from vocabjax.plan_faults import faults, remedies
 from vocabjax.state import abstract_state
 from vocabjax.step import abstract_batch, lower
 from vocabjax.vocab.interfaces import Tokens

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from vocabjax.accelerators import Accelerator
 from vocabjax.describe import section, size_text, table
 from vocabjax.design import Mode
+from vocabjax.forecast.accelerators import Accelerator
+from vocabjax.forecast.plan import Exchange, Plan
+from vocabjax.forecast.search import Candidate
 from vocabjax.mesh import Layout
-from vocabjax.plan import Exchange, Plan
-from vocabjax.plan_search import Candidate
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
 _SHOWN = 16

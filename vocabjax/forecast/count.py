@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vocabjax.accelerators import Accelerator
 from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.errors import UserError
-from vocabjax.footprint import held
+from vocabjax.forecast.accelerators import Accelerator
+from vocabjax.forecast.footprint import held
 from vocabjax.optim import assign
 from vocabjax.param import ParamInfo, matrix_flops, total_size
 from vocabjax.sparse import looked_up
