@@ -8,9 +8,10 @@ from models import layout_on
 
 from vocabjax.config import Config
 from vocabjax.design import Design
-from vocabjax.flags import CountFlags, parse, with_parts
+from vocabjax.flags import parse, with_parts
 from vocabjax.forecast.accelerators import ACCELERATORS
 from vocabjax.forecast.advise import rows_seen
+from vocabjax.forecast.commands import CountFlags
 from vocabjax.forecast.count import Count, count
 from vocabjax.published import MODELS
 

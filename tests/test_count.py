@@ -133,6 +133,16 @@ def test_a_comparison_puts_other_vocabularies_on_the_same_trunk() -> None:
     assert other.vocab.head.kind == "untied"
     untied, tied = counted(other), counted(on_trunk_of(config, find.load_config("tied")[1]))
     assert untied.parameters - tied.parameters == 100_096 * 2560
+    # Of width 64 and 4,096 ids are: narrow rows of 16, per-layer rows of 16, bands from 512 and 2,048, 4,096 buckets.
+    factorized, ple, adaptive, engram = (
+        on_trunk_of(config, find.load_config(name)[1]).vocab
+        for name in ("factorized", "ple", "adaptive", "engram")
+    )
+    assert factorized.input.factor == 16 * 40  # type: ignore[attr-defined]
+    assert ple.memories[0].width == 16 * 40  # type: ignore[attr-defined]
+    assert adaptive.input.cutoffs == (12_512, 50_048)  # type: ignore[attr-defined]
+    assert adaptive.head.cutoffs == adaptive.input.cutoffs  # type: ignore[attr-defined]
+    assert engram.memories[0].buckets == 100_096  # type: ignore[attr-defined]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -218,9 +218,13 @@ ENTRY %main (p: f32[32,128]) -> f32[] {{
 
 
 def test_decoding_is_planned_with_what_every_token_costs() -> None:
-    design = Design.of(config_of("tied"), layout_on("data=2,model=4"))
+    config = config_of("tied")
+    vocab = replace(config.vocab, objective=Objective(future=1))  # which is trained, not decoded
+    design = Design.of(replace(config, vocab=vocab), layout_on("data=2,model=4"))
     found, _ = plan(design, mode="decode", context=16, sequences=4)
     assert found.moments == 0
+    # Of two layers of eight heads of 4: four projections, three of the feed-forward, 16 keys and values.
+    assert found.flops == 4 * (2 * V * D + 2 * (4 * 2 * D * 32 + 3 * 2 * D * 24 + 2 * 2 * 32 * 16))
     each = [x for x in found.exchanges or () if x.each_token]
     assert {(x.part, x.kind) for x in each} >= {("scores", "all-gather"), ("lookups", "all-reduce")}
     # Of a device's two sequences, one token's width.
@@ -330,16 +334,19 @@ def test_parts_are_told_by_where_operations_come_from() -> None:
 
 
 def test_a_search_ranks_what_fits_by_time_and_leaves_out_what_does_not_divide() -> None:
-    layout = layout_on("data=1,model=1")
-    design = Design.of(config_of("tied"), layout)
+    config = config_of("tied")
+    config = replace(config, train=replace(config.train, batch=2))
+    design = Design.of(config, layout_on("data=1,model=1"))
     ranked = search(design, jax.devices(), ACCELERATORS["v5e"])
-    meshes = {tuple(c.mesh.values()) for c in ranked}
-    assert meshes <= {(8, 1), (4, 2), (2, 4), (1, 8)}
-    assert len(ranked) == 2 * len(meshes)
-    seconds = [c.seconds for c in ranked]
+    by_mesh = {(x.mesh["data"], x.mesh.get("seq", 1), x.mesh["model"], x.rules.split(",")[0]): x for x in ranked}  # fmt: skip
+    assert len(by_mesh) == len(ranked)
+    # Two sequences fill no more than two devices of the batch; what is left goes to positions and the model.
+    meshes = {(1, 1, 8), (1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1)}
+    assert set(by_mesh) == {(*mesh, rules) for mesh in meshes for rules in ("default", "fsdp")}
+    seconds = [x.seconds for x in ranked]
     assert seconds == sorted(seconds)
-    by_mesh = {(c.mesh["data"], c.rules): c for c in ranked}
-    assert by_mesh[8, "fsdp"].bytes < by_mesh[8, "default"].bytes
+    assert by_mesh[2, 1, 4, "fsdp"].bytes < by_mesh[2, 1, 4, "default"].bytes
+    assert by_mesh[2, 2, 2, "fsdp"].bytes < by_mesh[2, 2, 2, "default"].bytes
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,16 +16,8 @@ from small_runs import config_of
 from vocabjax import cli, find
 from vocabjax import config as configuration
 from vocabjax.config import from_json, to_json
-from vocabjax.flags import (
-    AdviseFlags,
-    CountFlags,
-    EvalFlags,
-    PlanFlags,
-    SampleFlags,
-    TrainFlags,
-    parse,
-    with_parts,
-)
+from vocabjax.flags import EvalFlags, SampleFlags, TrainFlags, parse, with_parts
+from vocabjax.forecast.commands import AdviseFlags, CountFlags, PlanFlags
 from vocabjax.train import Setup, train
 from vocabjax.vocab import heads
 from vocabjax.vocab.interfaces import HeadConfig

@@ -151,6 +151,7 @@ def run_count(words: list[str]) -> None:
         V, D = next(iter(designs.values())).config.vocab.size, config.vocab.width
         title = f"V = {V:,}, D = {D:,}, {trunk.layers} layers of {name}"
         print(describe.section(title, count_report.side_by_side(counts, chip)))
+        print(_sizes(chosen), end="")
     print(f"{next(iter(designs.values())).note}")
     if asked.out is not None:
         print(f"Figure: {asked.out}")
@@ -162,6 +163,22 @@ def _chosen(name: str, config: Config, compare: str | None) -> dict[str, Config]
         return {name: config}
     others = {other: find.load_config(other)[1] for other in compare.split(",")}
     return {other: on_trunk_of(config, theirs) for other, theirs in others.items()}
+
+
+def _sizes(chosen: dict[str, Config]) -> str:
+    """What `on_trunk_of` brought to this model's width and ids, or ""."""
+    told = []
+    for name, config in chosen.items():
+        parts = (config.vocab.input, config.vocab.head, *config.vocab.memories)
+        sizes = {
+            f"{part.kind} {key} = {value}"
+            for part in parts
+            for key in (*part.by_width, *part.by_ids)
+            if (value := getattr(part, key)) is not None
+        }
+        if sizes:
+            told.append(f"{name}: {', '.join(sorted(sizes))}")
+    return f"sizes in proportion to D and V: {'; '.join(told)}\n" if told else ""
 
 
 def _check_picture(path: Path | None) -> None:
@@ -258,6 +275,7 @@ def run_plan(words: list[str]) -> None:
         print(plan_report.as_text(plans[name]))
     else:
         print(plan_report.side_by_side(plans))
+        print(_sizes(chosen), end="")
         for key, found in plans.items():
             for warning in found.warnings:
                 print(plan_report.red(f"WARNING: {key}: {warning}"))

@@ -245,13 +245,18 @@ def part_of(path: str, memories: Sequence[str]) -> str:
 
 
 def on_trunk_of(config: Config, other: Config) -> Config:
-    """`config` with the vocabulary of another: its input, head, memories and objective, at this V, D and dtype."""
+    """`config` with the vocabulary of another: its input, head, memories and objective, at this V, D and dtype.
+
+    What the other counts in its own width or ids (the width of narrow rows, cutoffs, buckets) grows in proportion.
+    """
     theirs = other.vocab
+    width = config.vocab.width / theirs.width
+    ids = (config.vocab.size or config.data.vocab_size) / (theirs.size or other.data.vocab_size)
     vocab = replace(
         config.vocab,
-        input=theirs.input,
-        head=theirs.head,
-        memories=theirs.memories,
+        input=theirs.input.resized(width, ids),
+        head=theirs.head.resized(width, ids),
+        memories=tuple(memory.resized(width, ids) for memory in theirs.memories),
         objective=theirs.objective,
     )
     return replace(config, vocab=vocab)

@@ -250,7 +250,7 @@ def _held_by_cache(design: Design, sequences: int, context: int) -> int:
 def _flops(design: Design, mode: Mode, tokens: int, context: int) -> int:
     model = design.blueprint.bind(design.blueprint.abstract())
     if mode == "decode":
-        return tokens * (model.vocab.flops() + model.trunk.flops(2 * context - 1))
+        return tokens * (model.vocab.decode_flops() + model.trunk.flops(2 * context - 1))
     again = 1 if design.config.trunk.remat == "full" else 0
     length = design.config.data.length
     return tokens * (3 * model.vocab.flops() + (3 + again) * model.trunk.flops(length))

@@ -316,6 +316,10 @@ class Vocab(nnx.Module):
         """Matrix-product FLOPs per token of the forward, over the logical vocabulary."""
         return sum(part.flops() for part in self._parts())
 
+    def decode_flops(self) -> int:
+        """Matrix-product FLOPs per token that is decoded: what the loss alone needs is left out."""
+        return self.flops() - self.head.flops() + self.head.decode_flops()
+
     def _parts(self) -> list[Part]:
         return [self.input, self.head, *self.memories]
 

@@ -9,8 +9,8 @@ microbatch scan, so that a read's gradient is that of the rows that were touched
 import abc
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -383,9 +383,31 @@ def check_std(name: str, std: float | None) -> None:
 
 
 class PartConfig(abc.ABC):
-    """Frozen dataclasses that name a part and hold its settings. `kind` is the name used in files."""
+    """Frozen dataclasses that name a part and hold its settings.
+
+    Attributes:
+      kind: the name used in files.
+      by_width, by_ids: settings that grow with the trunk's width, and with the number of ids.
+    """
 
     kind: ClassVar[str]
+    by_width: ClassVar[tuple[str, ...]] = ()
+    by_ids: ClassVar[tuple[str, ...]] = ()
+
+    def resized(self, width: float, ids: float) -> Self:
+        """The part for a model so many times as wide, with so many times the ids: its own widths and counts in proportion."""
+
+        def of(value: Any, by: float) -> Any:
+            if value is None or by == 1:
+                return value
+            if isinstance(value, tuple):
+                return tuple(of(one, by) for one in value)
+            unit = math.gcd(value, 8)  # what divided over heads, say, still does
+            return max(1, round(value * by / unit)) * unit
+
+        changes = {name: of(getattr(self, name), width) for name in self.by_width}
+        changes |= {name: of(getattr(self, name), ids) for name in self.by_ids}
+        return replace(self, **changes) if changes else self  # type: ignore[type-var]
 
     def check(self) -> None:  # noqa: B027  # most have nothing to refuse
         """Raises UserError for settings that cannot work, whatever they are combined with."""

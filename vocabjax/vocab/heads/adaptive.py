@@ -47,6 +47,7 @@ class AdaptiveSoftmax(HeadConfig):
     """
 
     kind: ClassVar[str] = "adaptive"
+    by_ids: ClassVar[tuple[str, ...]] = ("cutoffs",)
     tied: ClassVar[bool] = False
     cutoffs: tuple[int, ...] = (512, 2048)
     factor: int = 4

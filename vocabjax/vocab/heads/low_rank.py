@@ -25,6 +25,7 @@ class LowRankHead(UntiedHead):
     """
 
     kind: ClassVar[str] = "low_rank"
+    by_width: ClassVar[tuple[str, ...]] = ("rank",)
     rank: int = 64
 
     def check(self) -> None:

@@ -30,6 +30,7 @@ class AdaptiveTable(InputConfig):
     """
 
     kind: ClassVar[str] = "adaptive"
+    by_ids: ClassVar[tuple[str, ...]] = ("cutoffs",)
     cutoffs: tuple[int, ...] = (512, 2048)
     factor: int = 4
 

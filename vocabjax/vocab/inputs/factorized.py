@@ -37,6 +37,7 @@ class FactorizedTable(InputConfig):
     """
 
     kind: ClassVar[str] = "factorized"
+    by_width: ClassVar[tuple[str, ...]] = ("factor",)
     factor: int = 64
     bias: bool = False
     row_norm: Literal["none", "layernorm", "rmsnorm"] = "none"

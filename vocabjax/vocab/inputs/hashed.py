@@ -33,6 +33,7 @@ class HashTable(InputConfig):
     """
 
     kind: ClassVar[str] = "hash"
+    by_ids: ClassVar[tuple[str, ...]] = ("buckets",)
     buckets: int = 1024
     hashes: int = 2
     seed: int = 0

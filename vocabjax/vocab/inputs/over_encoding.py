@@ -32,6 +32,7 @@ class OverEncoding(InputConfig):
     """
 
     kind: ClassVar[str] = "over_encoding"
+    by_ids: ClassVar[tuple[str, ...]] = ("buckets",)
     order: int = 3
     slices: int = 1
     buckets: int = 8192

@@ -64,6 +64,8 @@ class Engram(MemoryConfig):
     """
 
     kind: ClassVar[str] = "engram"
+    by_width: ClassVar[tuple[str, ...]] = ("width",)
+    by_ids: ClassVar[tuple[str, ...]] = ("buckets",)
     order: int = 3
     heads: int = 8
     width: int = 64

@@ -42,6 +42,8 @@ class _PerLayerConfig(MemoryConfig):
       rows: V', ids that have a row; None: all.
     """
 
+    by_width: ClassVar[tuple[str, ...]] = ("width",)
+    by_ids: ClassVar[tuple[str, ...]] = ("rows",)
     width: int = 64
     rows: int | None = None
 
