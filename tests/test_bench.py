@@ -119,6 +119,8 @@ def test_only_cases_measured_again_are_replaced() -> None:
     old = [record("x", [1.0], case="a"), record("x", [1.0], case="b")]
     new = [record("y", [2.0], case="b")]
     assert report.merged(old, new) == [old[0], *new]
+    retained = [record("y", [3.0], case="a", malloc="retained")]
+    assert report.merged(old, retained) == [*retained, *old]
 
 
 def test_the_losses_are_checked_against_float64_also_in_a_ragged_last_chunk() -> None:

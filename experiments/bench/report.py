@@ -92,11 +92,11 @@ def read(path: Path) -> list[Record]:
 
 
 def merged(old: Iterable[Record], new: Sequence[Record]) -> list[Record]:
-    """The new records, and those of cases that were not measured again."""
-    again = {record["case"] for record in new}
+    """The new records, and those of cases that were not measured again with that allocator."""
+    again = {(record["case"], record["malloc"]) for record in new}
+    kept = [record for record in old if (record["case"], record["malloc"]) not in again]
     return sorted(
-        [*(record for record in old if record["case"] not in again), *new],
-        key=lambda record: record["case"],
+        [*kept, *new], key=lambda record: (record["case"], record["malloc"] != "retained")
     )
 
 
