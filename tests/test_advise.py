@@ -14,7 +14,9 @@ from vocabjax import cli, find
 from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.forecast.advise import Advice, Needs, advise, rows_seen
+from vocabjax.forecast.count import on_trunk_of
 from vocabjax.published import MODELS
+from vocabjax.trunk import TrunkConfig
 
 
 def advised(name: str, **needs: Any) -> tuple[dict[str, Advice], Config]:
@@ -78,6 +80,28 @@ def test_rows_read_in_a_step_follow_zipf() -> None:
     assert rows_seen(1000, 2000) == pytest.approx(np.mean(drawn) / 1000, rel=0.01)
     assert rows_seen(100_096, 65_536) == pytest.approx(0.18, abs=0.01)
     assert rows_seen(100_096, 1 << 20) == pytest.approx(0.82, abs=0.01)
+
+
+@pytest.mark.parametrize("name", find.configs())
+def test_every_vocabulary_can_be_advised_on(name: str) -> None:
+    """As it is, and on a trunk of 8B where tables are not tied; what is said is what the config then has."""
+    layout, config = layout_on("data=1,model=1"), find.load_config(name)[1]
+    vocab = replace(config.vocab, size=4096)
+    if config.trunk.kind != TrunkConfig.kind:
+        config = replace(config, trunk=replace(config.trunk, separator=3))
+    for given, needs in (
+        (replace(config, vocab=vocab), Needs(on_device=True)),
+        (on_trunk_of(MODELS["llama3_1_8b"][1], config), Needs()),
+    ):
+        with jax.set_mesh(layout.mesh):
+            lines, found = advise(Design.of(given, layout), needs)
+        choices = {line.topic: line.choice for line in lines}
+        is_tied = found.vocab.head.tied
+        assert choices["tie the tables"] == ("tied" if is_tied else "untied")
+        assert choices["shape of the table"].startswith(found.vocab.input.kind)
+        assert (choices["per-layer embeddings"] == "none") == (not found.vocab.memories)
+        assert choices["precision of the head"].startswith(found.vocab.dtype)
+        assert found.vocab.input.kind == given.vocab.input.kind
 
 
 def test_an_untied_input_of_which_few_rows_are_read_is_trained_by_rows() -> None:

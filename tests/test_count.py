@@ -14,7 +14,7 @@ from vocabjax.config import Config
 from vocabjax.design import Design
 from vocabjax.forecast.accelerators import ACCELERATORS
 from vocabjax.forecast.count import ATTENTION, FEED_FORWARD, HEAD, Count, count, on_trunk_of
-from vocabjax.optim import GroupConfig
+from vocabjax.optim import GroupConfig, NamedGroup, OptimConfig
 from vocabjax.published import MODELS
 from vocabjax.trunk import TrunkConfig
 
@@ -143,6 +143,17 @@ def test_a_comparison_puts_other_vocabularies_on_the_same_trunk() -> None:
     assert adaptive.input.cutoffs == (12_512, 50_048)  # type: ignore[attr-defined]
     assert adaptive.head.cutoffs == adaptive.input.cutoffs  # type: ignore[attr-defined]
     assert engram.memories[0].buckets == 100_096  # type: ignore[attr-defined]
+    # The groups of a vocabulary go with it, and those of the trunk stay.
+    mine = NamedGroup("first", "trunk/*", GroupConfig(lr=0.5))
+    theirs = NamedGroup("rows", "vocab/memories/*", GroupConfig(optimizer="adagrad"))
+    untied = find.load_config("untied")[1]
+    optim = OptimConfig(embed=GroupConfig(sparse="catch_up"), groups=(mine,))
+    base = replace(untied, vocab=replace(untied.vocab, size=512), optim=optim)
+    tied, ple = find.load_config("tied")[1], find.load_config("ple")[1]
+    ple = replace(ple, optim=replace(ple.optim, groups=(theirs,)))
+    counted(on_trunk_of(base, tied))  # would be refused with settings of an input of its own
+    assert on_trunk_of(base, ple).optim.groups == (mine, theirs)
+    assert on_trunk_of(base, untied).optim.embed == untied.optim.embed
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vocabjax.load import Step
 from vocabjax.optim import NamedGroup
 from vocabjax.presets import apply_presets
 from vocabjax.published import MODELS
-from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig
+from vocabjax.vocab.interfaces import HeadConfig, InputConfig, MemoryConfig, PartConfig, converted
 
 Flat = tyro.conf.arg(name="")  # its flags stand without a name before them
 Switches: Any = tyro.conf.FlagCreatePairsOff  # --quiet, without --no-quiet
@@ -248,19 +248,17 @@ def with_parts(config: Config, words: list[str]) -> Config:
         raise UserError(str(error)) from error
     vocab = config.vocab
     if asked.head is not None:
-        vocab = replace(vocab, head=_switch("--head", HeadConfig, vocab.head, asked.head))
+        vocab = replace(
+            vocab, head=converted(vocab.head, _class_of("--head", HeadConfig, asked.head))
+        )
     if asked.input is not None:
-        vocab = replace(vocab, input=_switch("--input", InputConfig, vocab.input, asked.input))
+        vocab = replace(
+            vocab, input=converted(vocab.input, _class_of("--input", InputConfig, asked.input))
+        )
     memories = [_blank(_class_of("--memory", MemoryConfig, kind)) for kind in asked.memory]
     vocab = replace(vocab, memories=(*vocab.memories, *memories))
     optim = replace(config.optim, groups=(*config.optim.groups, *map(_group, asked.group)))
     return apply_presets(replace(config, vocab=vocab, optim=optim), tuple(asked.preset))
-
-
-def _switch(flag: str, base: type[PartConfig], part: Any, kind: str) -> Any:
-    cls = _class_of(flag, base, kind)
-    own = {f.name for f in fields(part)}
-    return cls(**{f.name: getattr(part, f.name) for f in fields(cls) if f.name in own})
 
 
 def _class_of(flag: str, base: type[PartConfig], kind: str) -> Any:

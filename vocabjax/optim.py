@@ -13,7 +13,7 @@ that a checkpoint of it does not depend on the model's classes.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -143,6 +143,22 @@ class ClipState(NamedTuple):
     """Norm of the last gradients over all trained leaves, before clipping: float32 scalar."""
 
     gradient_norm: jax.Array
+
+
+def with_vocabulary_groups(config: OptimConfig, other: OptimConfig) -> OptimConfig:
+    """`config` with another's groups of what a vocabulary holds: embed, head, tied, memory, and named ones over paths in vocab/."""
+
+    def named(of: OptimConfig, in_vocabulary: bool) -> tuple[NamedGroup, ...]:
+        return tuple(g for g in of.groups if g.pattern.startswith("vocab") == in_vocabulary)
+
+    return replace(
+        config,
+        embed=other.embed,
+        head=other.head,
+        tied=other.tied,
+        memory=other.memory,
+        groups=(*named(config, False), *named(other, True)),
+    )
 
 
 def assign(config: OptimConfig, infos: Iterable[ParamInfo]) -> dict[str, str]:

@@ -16,7 +16,13 @@ from vocabjax.design import Design
 from vocabjax.errors import UserError
 from vocabjax.forecast.accelerators import Accelerator, accelerator
 from vocabjax.forecast.count import Count, count
+from vocabjax.optim import GroupConfig, OptimConfig, with_vocabulary_groups
+from vocabjax.trunk import TrunkConfig
+from vocabjax.vocab.heads.adaptive import TiedAdaptiveSoftmax
+from vocabjax.vocab.heads.factorized import FactorizedHead
 from vocabjax.vocab.heads.linear import TiedHead, UntiedHead
+from vocabjax.vocab.inputs.full import FullTable
+from vocabjax.vocab.interfaces import HeadConfig, Objective, converted
 from vocabjax.vocab.memories.ple import PLE
 
 Certainty = Literal["published", "measured here", "arithmetic", "claimed"]
@@ -78,10 +84,11 @@ class Advice(NamedTuple):
 
 
 class _Model(NamedTuple):
-    """What the decisions are made by: the config with one tied table, counted."""
+    """What the decisions are made by: the design, and the same with nothing but one tied table; both counted."""
 
-    config: Config
+    design: Design
     needs: Needs
+    own: Count
     tied: Count
     V: int
     D: int
@@ -104,10 +111,13 @@ def advise(design: Design, needs: Needs) -> tuple[list[Advice], Config]:
     """
     needs.check()
     config = design.config
-    plain = replace(config, vocab=replace(config.vocab, head=TiedHead(), memories=()))
+    plain = _with_vocab(
+        config, input=FullTable(), head=TiedHead(), memories=(), objective=Objective()
+    )
+    plain = replace(plain, optim=with_vocabulary_groups(config.optim, OptimConfig()))
     counted = count(Design.of(plain, design.layout))
     assert config.vocab.size is not None
-    model = _Model(config, needs, counted, config.vocab.size, config.vocab.width)
+    model = _Model(design, needs, count(design), counted, config.vocab.size, config.vocab.width)
     lines: list[Advice] = []
     for decide in (
         _tying,
@@ -123,10 +133,17 @@ def advise(design: Design, needs: Needs) -> tuple[list[Advice], Config]:
     ):
         line, config = decide(model, config)
         lines += [line] if line is not None else []
+    Design.of(config, design.layout)  # else it would be no advice
     return lines, config
 
 
 _Decision = tuple[Advice | None, Config]
+_NUMBERS = "this model's numbers"
+# The tied head of an input whose rows are not of the trunk's width.
+_TIED: dict[str, type[HeadConfig]] = {
+    "factorized": FactorizedHead,
+    "adaptive": TiedAdaptiveSoftmax,
+}
 
 
 def _tying(model: _Model, config: Config) -> _Decision:
@@ -136,7 +153,7 @@ def _tying(model: _Model, config: Config) -> _Decision:
     repeated = needs.passes >= 4
     is_tied = needs.on_device or repeated or total <= (SMALL + LARGE) / 2
     if needs.on_device:
-        why, source, sure = f"{saved}: memory that a device has to hold", "arithmetic", "arithmetic"
+        why, source, sure = f"{saved}: memory that a device has to hold", _NUMBERS, "arithmetic"
     elif repeated:
         why = f"{saved}; on text that is read {needs.passes:g} times tying lowered validation loss (−0.022 nats at 4 passes, −0.310 at 16)"
         source, sure = "experiments/tied_vs_untied", "measured here"
@@ -153,11 +170,22 @@ def _tying(model: _Model, config: Config) -> _Decision:
         why += f"; but {needs.tokens:.3g} tokens are few for it, which speaks for tying"
     head = config.vocab.head
     if head.tied != is_tied:
-        softcap, bias = getattr(head, "softcap", None), getattr(head, "bias", False)
-        new: Any = TiedHead if is_tied else UntiedHead
-        config = _with_vocab(config, head=new(softcap=softcap, bias=bias))
+        new: type[HeadConfig] = UntiedHead
+        if is_tied:
+            new = _TIED.get(config.vocab.input.kind, TiedHead)
+        config = _with_vocab(config, head=converted(head, new))
+        config = replace(config, optim=_regrouped(config.optim, is_tied))
     choice = "tied" if is_tied else "untied"
     return Advice("tie the tables", choice, why, source, sure), config  # type: ignore[arg-type]
+
+
+def _regrouped(optim: OptimConfig, is_tied: bool) -> OptimConfig:
+    """The settings of the input's table go to the table of both faces, or from there to both."""
+    default = GroupConfig()
+    if is_tied:
+        tied = replace(optim.embed, sparse="off", frozen=False)
+        return replace(optim, embed=default, head=default, tied=tied)
+    return replace(optim, embed=optim.tied, head=optim.tied, tied=default)
 
 
 def _norm(model: _Model, config: Config) -> _Decision:
@@ -198,7 +226,8 @@ def _rates(model: _Model, config: Config) -> _Decision:
 
 
 def _rows(model: _Model, config: Config) -> _Decision:
-    if config.vocab.head.tied:
+    vocab = config.vocab
+    if vocab.head.tied or vocab.objective.augmented or vocab.input.kind != "full":
         return None, config
     seen = rows_seen(model.V, config.train.batch * config.data.length)
     if seen > 0.5:
@@ -229,9 +258,14 @@ def _padding(model: _Model, config: Config) -> _Decision:
 
 
 def _shape(model: _Model, config: Config) -> _Decision:
+    topic, kind = "shape of the table", config.vocab.input.kind
+    if kind != "full":
+        stored = model.design.blueprint.count("vocab/input/")
+        why = f"it stores {stored:,} parameters where a full table has {model.table:,}"
+        return Advice(topic, f"{kind}, as the config has it", why, _NUMBERS, "arithmetic"), config
     if model.share < 0.25:
         why = f"the table is {model.share:.1%} of the model: there is little to save"
-        return Advice("shape of the table", "full", why, "arithmetic", "arithmetic"), config
+        return Advice(topic, "full", why, _NUMBERS, "arithmetic"), config
     E = max(64, model.D // 4)
     small = model.V * E + E * model.D
     why = (
@@ -239,61 +273,59 @@ def _shape(model: _Model, config: Config) -> _Decision:
         f"{1 - small / model.table:.0%} less. ALBERT's average fell from 82.3 to 81.7 at width 128 (81.8 at 256) where layers are not "
         "shared: worth it only where memory decides, so it is not in the config below"
     )
-    return Advice(
-        "shape of the table", "full; or factorized, adaptive", why, "arXiv:1909.11942", "published"
-    ), config
+    choice = "full; or factorized, adaptive"
+    return Advice(topic, choice, why, "arXiv:1909.11942", "published"), config
 
 
 def _memory(model: _Model, config: Config) -> _Decision:
-    layers = config.trunk.layers
+    topic, layers = "per-layer embeddings", config.trunk.layers
+    if memories := config.vocab.memories:
+        stored = model.design.blueprint.count("vocab/memories/")
+        kinds = ", ".join(memory.kind for memory in memories)
+        why = f"{kinds}: {stored:,} parameters, of which a token reads a few rows"
+        return Advice(topic, "the config's memories", why, _NUMBERS, "arithmetic"), config
+    if config.trunk.kind != TrunkConfig.kind:
+        why = "they attach to the layers of a decoder alone"
+        return Advice(topic, "none", why, "docs/variants.md", "arithmetic"), config
     width = 256 if model.D >= 2048 else 64
     size = model.V * layers * width
     flops = 6 * model.D * width * layers
     ratio = flops / (model.tied.layer_flops * layers)
     if not model.needs.on_device:
         why = f"per-layer embeddings spend storage for quality where memory is scarce: {size:,} parameters here"
-        return Advice("per-layer embeddings", "none", why, "Gemma 3n", "published"), config
+        return Advice(topic, "none", why, "Gemma 3n", "published"), config
     row = layers * width * 2
     why = (
         f"{size:,} parameters that are only looked up may lie in storage: {size_text(2 * size)} in bfloat16, of which a token reads "
         f"{size_text(row)}; FLOPs grow by {ratio:.1%} of the layers' matrices (the article's 4 % is not what Gemma builds)"
     )
-    if not config.vocab.memories:
-        config = _with_vocab(config, memories=(PLE(width=width),))
-    return Advice(
-        "per-layer embeddings",
-        f"PLE of width {width}",
-        why,
-        "Gemma 3n, docs/articles.md",
-        "published",
-    ), config
+    config = _with_vocab(config, memories=(PLE(width=width),))
+    choice = f"PLE of width {width}"
+    return Advice(topic, choice, why, "Gemma 3n, docs/articles.md", "published"), config
 
 
 def _precision(model: _Model, config: Config) -> _Decision:
-    head = 2 * model.table
-    size = 2 if config.vocab.dtype == "bfloat16" else 4
-    why = f"decoding one sequence, the head does {head:,} FLOPs on {size_text(size * model.table)} of weights: {2 / size:g} FLOP per byte"
+    head = model.own.head
+    why = (
+        f"decoding one sequence, the head does {head.decode_flops:,} FLOPs on {size_text(round(head.decode_bytes))} of weights: "
+        f"{head.intensity:.2g} FLOP per byte"
+    )
     chip = model.needs.chip
     if chip is not None:
-        seconds = size * model.table / chip.memory_bandwidth
+        seconds = head.decode_bytes / chip.memory_bandwidth
         why += (
             f", far below the {chip.ridge:.0f} of a {chip.name}: it is bound by memory ({seconds * 1e6:,.0f} µs), not by compute as the "
-            f"article says, until {math.ceil(chip.ridge * size / 2)} sequences decode together"
+            f"article says, until {math.ceil(chip.ridge / head.intensity)} sequences decode together"
         )
     why += "; narrower weights pay, with scores and sums in float32"
     if config.vocab.dtype != "bfloat16" and model.tied.parameters > 1e8:
         config = _with_vocab(config, dtype="bfloat16")
-    return Advice(
-        "precision of the head",
-        "bfloat16 operands, float32 scores",
-        why,
-        "arithmetic",
-        "arithmetic",
-    ), config
+    choice = f"{config.vocab.dtype} operands, float32 scores"
+    return Advice("precision of the head", choice, why, _NUMBERS, "arithmetic"), config
 
 
 def _z_loss(model: _Model, config: Config) -> _Decision:
-    if model.tied.parameters < 1e9:
+    if model.tied.parameters < 1e9 or "z_loss" not in config.vocab.head.honours:
         return None, config
     why = "keeps log Σ exp of the scores near 0, where bfloat16 is fine; 1e-5 as in OLMo 2"
     objective = config.vocab.objective
@@ -306,21 +338,13 @@ def _z_loss(model: _Model, config: Config) -> _Decision:
 
 def _shards(model: _Model, config: Config) -> _Decision:
     shards = model.needs.shards
-    held = 12 * model.table * (1 if config.vocab.head.tied else 2) / shards
+    held = 12 * Design.of(config, model.design.layout).blueprint.count("vocab/") / shards
     why = (
         f"rows over the model axis: tables, their gradients' sums and Adam's moments lie where their rows are, {size_text(round(held))} on each of "
         f"{shards}; a step sends activations, and of the loss three numbers per token"
     )
-    return (
-        Advice(
-            "sharding",
-            f"vocab over model={shards}",
-            why,
-            "arXiv:1909.08053, `run.py plan`",
-            "published",
-        ),
-        config,
-    )
+    choice, source = f"vocab over model={shards}", "arXiv:1909.08053, `run.py plan`"
+    return Advice("sharding", choice, why, source, "published"), config
 
 
 def rows_seen(rows: int, tokens: int) -> float:

@@ -21,7 +21,7 @@ from vocabjax.design import Design
 from vocabjax.errors import UserError
 from vocabjax.forecast.accelerators import Accelerator
 from vocabjax.forecast.footprint import held
-from vocabjax.optim import assign
+from vocabjax.optim import assign, with_vocabulary_groups
 from vocabjax.param import ParamInfo, matrix_flops, total_size
 from vocabjax.sparse import looked_up
 from vocabjax.state import abstract_state
@@ -245,7 +245,7 @@ def part_of(path: str, memories: Sequence[str]) -> str:
 
 
 def on_trunk_of(config: Config, other: Config) -> Config:
-    """`config` with the vocabulary of another: its input, head, memories and objective, at this V, D and dtype.
+    """`config` with the vocabulary of another: its input, head, memories, objective and their groups, at this V, D and dtype.
 
     What the other counts in its own width or ids (the width of narrow rows, cutoffs, buckets) grows in proportion.
     """
@@ -259,7 +259,7 @@ def on_trunk_of(config: Config, other: Config) -> Config:
         memories=tuple(memory.resized(width, ids) for memory in theirs.memories),
         objective=theirs.objective,
     )
-    return replace(config, vocab=vocab)
+    return replace(config, vocab=vocab, optim=with_vocabulary_groups(config.optim, other.optim))
 
 
 def _decode_bytes(

@@ -9,8 +9,8 @@ microbatch scan, so that a read's gradient is that of the rows that were touched
 import abc
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -411,6 +411,15 @@ class PartConfig(abc.ABC):
 
     def check(self) -> None:  # noqa: B027  # most have nothing to refuse
         """Raises UserError for settings that cannot work, whatever they are combined with."""
+
+
+_Part = TypeVar("_Part", bound=PartConfig)
+
+
+def converted(part: PartConfig, kind: type[_Part]) -> _Part:
+    """Another kind of part, with the settings it shares with this one."""
+    own = {f.name for f in fields(part)}  # type: ignore[arg-type]
+    return kind(**{f.name: getattr(part, f.name) for f in fields(kind) if f.name in own})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
