@@ -274,10 +274,11 @@ def test_microbatches_accumulate_to_the_gradient_of_the_batch(name, bias):
 
 def test_the_chosen_chunk_keeps_to_its_bounds():
     layout = layout_of("none")
-    assert chunk_size(layout, 50_304, 7) == 7
-    sizes = [chunk_size(layout, rows, None) for rows in (1, 4096, 12_576, 50_304, 10**6)]
-    # 16 MiB of float32 scores where that is 256 tokens or more.
-    assert sizes == [8192, 1024, 256, 384, 384]
+    assert chunk_size(layout, 50_304, jnp.float32, 7) == 7
+    # 16 MiB of float32 scores where that is 256 tokens or more, whatever the operands are.
+    for dtype, least in ((jnp.float32, 384), (jnp.bfloat16, 256)):
+        sizes = [chunk_size(layout, rows, dtype, None) for rows in (1, 4096, 12_576, 50_304, 10**6)]
+        assert sizes == [8192, 1024, 256, least, least]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000, None])

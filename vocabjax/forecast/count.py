@@ -304,7 +304,7 @@ def _memory(design: Design) -> Memory:
             rows = min(rows, config.train.batch * length)
         gradients += 4 * rows * math.prod(info.shape[1:])
     sizes = blueprint.sizes
-    chunk = chunk_size(layout, sizes.padded, config.vocab.objective.chunk)
+    chunk = chunk_size(layout, sizes.padded, config.vocab.dtype, config.vocab.objective.chunk)
     chunk = min(chunk, microbatch * length)
     return Memory(
         held(state.params),

@@ -58,7 +58,7 @@ def _logits(design: Design, text: str) -> list[str]:
     rows = padded // layout.shards("vocab")
     tokens = config.train.batch // config.train.accumulate * config.data.length
     local = tokens // (layout.shards("batch") * layout.shards("seq"))
-    if local <= chunk_size(layout, rows, config.vocab.objective.chunk):
+    if local <= chunk_size(layout, rows, config.vocab.dtype, config.vocab.objective.chunk):
         return []  # all of them are one chunk
     of_rows = {rows, padded} - {width}
     shapes = set()

@@ -123,7 +123,7 @@ def _kl_fwd(
             mean_gap = (gap * part_a).sum(0) / total_a
             return None, jnp.stack([lse_s, highest_a + jnp.log(total_a), mean_gap], -1)
 
-        chunk = chunk_size(scoring.layout, len(shard[0]), objective.chunk)
+        chunk = chunk_size(scoring.layout, len(shard[0]), h.dtype, objective.chunk)
         _, found = lax.scan(body, None, cut_chunks(chunk, h, u))
         found = axes.keep(join_chunks(found, h.shape[:2]))
         lse_s, lse_a, mean_gap = jnp.moveaxis(found, -1, 0)
@@ -180,7 +180,7 @@ def _kl_bwd(
             jnp.zeros(shape, jnp.float32)
             for shape in (table_RE.shape, table_RE.shape[:1], embedding_RD.shape)
         )
-        chunk = chunk_size(scoring.layout, len(shard[0]), objective.chunk)
+        chunk = chunk_size(scoring.layout, len(shard[0]), h.dtype, objective.chunk)
         gradients, (dh, du) = lax.scan(body, zeros, cut_chunks(chunk, h, u, found, cotangent))
         dtable_RE, dbias_R, dembedding_RD = lax.psum(gradients, axes.only_tokens)
 

@@ -319,7 +319,7 @@ def _run(
         h, targets, weight = axes.gather(h), axes.gather(targets), axes.gather(weight)
         h = jnp.where(weight[..., None] != 0, h, 0)  # NaN where nothing counts must not spread
         cast_RD = table_RD.astype(h.dtype)
-        chunk = chunk_size(layout, len(table_RD), objective.chunk)
+        chunk = chunk_size(layout, len(table_RD), h.dtype, objective.chunk)
         # Of one chunk, XLA:CPU would unroll the loop, and then cannot multiply the transposed bfloat16.
         chunk = min(chunk, -(-targets.size // 2))
         h_KCD, t_KC, w_KC = cut_chunks(chunk, h, targets, weight)

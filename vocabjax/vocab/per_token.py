@@ -158,7 +158,9 @@ def _per_token_fwd(
         _, found = lax.scan(
             body,
             None,
-            cut_chunks(chunk_size(scoring.layout, len(table_RD), chunk), *_flat(h, gathered)),
+            cut_chunks(
+                chunk_size(scoring.layout, len(table_RD), h.dtype, chunk), *_flat(h, gathered)
+            ),
         )
         found = axes.keep(join_chunks(found, gathered.shape))
         log_p, top, log_sum, *smooth = jnp.moveaxis(found, -1, 0)
@@ -225,7 +227,7 @@ def _per_token_bwd(
             body,
             zeros,
             cut_chunks(
-                chunk_size(scoring.layout, len(table_RD), chunk), *_flat(h, targets, numbers)
+                chunk_size(scoring.layout, rows, h.dtype, chunk), *_flat(h, targets, numbers)
             ),
         )
         dtable_RD, dbias_R = lax.psum(gradients, axes.only_tokens)
