@@ -17,6 +17,7 @@ from vocabjax import cli, find
 from vocabjax import train as training
 from vocabjax.config import Config
 from vocabjax.design import Design
+from vocabjax.errors import UserError
 from vocabjax.forecast.accelerators import ACCELERATORS
 from vocabjax.forecast.faults import faults
 from vocabjax.forecast.footprint import Footprint, TooLarge, hbm_total, held, no_room
@@ -347,6 +348,35 @@ def test_a_search_ranks_what_fits_by_time_and_leaves_out_what_does_not_divide() 
     assert seconds == sorted(seconds)
     assert by_mesh[2, 1, 4, "fsdp"].bytes < by_mesh[2, 1, 4, "default"].bytes
     assert by_mesh[2, 2, 2, "fsdp"].bytes < by_mesh[2, 2, 2, "default"].bytes
+
+
+def test_a_search_outlives_a_candidate_that_the_compiler_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[dict[str, int]] = []
+
+    def compiles_from_the_second_on(design: Design, *others: Any) -> tuple[Plan, str]:
+        tried.append(dict(design.layout.mesh.shape))
+        if len(tried) == 1:
+            raise UserError("the compiler refuses it: INTERNAL: no such kernel")
+        return plan(design, *others)
+
+    monkeypatch.setattr("vocabjax.forecast.commands.plan", compiles_from_the_second_on)
+    words = ["plan", "tied", "--vocab.size", "500", "--train.batch", "8", "--devices", "8", "--accelerator", "v5e", "--search"]  # fmt: skip
+    assert cli.main([*words, "--json"]) == 0
+    refused, *compiled = json.loads(capsys.readouterr().out)
+    assert [x["mesh"] for x in (refused, *compiled)][: len(tried)] == tried
+    assert refused["plan"] is None and "no such kernel" in refused["refused"]
+    assert all(x["plan"]["fits"] and x["refused"] is None for x in compiled[: len(tried) - 1])
+    assert all(x["plan"] is None and x["refused"] is None for x in compiled[len(tried) - 1 :])
+
+    def refuses(*_: Any) -> tuple[Plan, str]:
+        raise UserError("the compiler refuses it: INTERNAL: no such kernel")
+
+    monkeypatch.setattr("vocabjax.forecast.commands.plan", refuses)
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert out.count(" was refused: the compiler refuses it: INTERNAL: no such kernel") == 3
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -299,11 +299,14 @@ def _search(
     with jax.set_mesh(one.mesh):
         alone = Design.of(config, one)
     ranked = search(alone, devices, chip)
-    truths: list[Plan | None] = []
+    truths: list[Plan | UserError | None] = []
     for candidate in ranked[:_COMPILED]:
         mesh = make_mesh(candidate.mesh, devices=devices)
         layout = Layout.make(mesh, parse_rules(candidate.rules))
-        truths.append(plan(Design.of(alone.config, layout), chip)[0])
+        try:
+            truths.append(plan(Design.of(alone.config, layout), chip)[0])
+        except UserError as refusal:  # of one candidate: the others still count
+            truths.append(refusal)
     truths += [None] * (len(ranked) - len(truths))
     if as_json:
         print(json.dumps(plan_report.ranking_as_json(ranked, truths, chip), indent=2))

@@ -9,6 +9,7 @@ import numpy as np
 
 from vocabjax.describe import section, size_text, table
 from vocabjax.design import Mode
+from vocabjax.errors import UserError
 from vocabjax.forecast.accelerators import Accelerator
 from vocabjax.forecast.plan import Exchange, Plan
 from vocabjax.forecast.search import Candidate
@@ -176,9 +177,11 @@ def side_by_side(plans: Mapping[str, Plan]) -> str:
     return table(("", *plans), rows, right=True)
 
 
-def ranking(ranked: Sequence[Candidate], truths: Sequence[Plan | None], chip: Accelerator) -> str:
+def ranking(
+    ranked: Sequence[Candidate], truths: Sequence[Plan | UserError | None], chip: Accelerator
+) -> str:
     """Meshes and rules with what formulas say of them; beside it what compiling some of them told (None: it was not)."""
-    rows = []
+    rows, refusals = [], []
     for candidate, truth in zip(ranked, truths, strict=True):
         row = [
             _mesh_text(candidate.mesh),
@@ -190,17 +193,21 @@ def ranking(ranked: Sequence[Candidate], truths: Sequence[Plan | None], chip: Ac
         ]
         if truth is None:
             row += ["", "", ""]
+        elif isinstance(truth, UserError):
+            row += ["refused", "", ""]
+            where = f"{_mesh_text(candidate.mesh)} with {candidate.rules}"
+            refusals.append(f"\n{where} was refused: {truth}")
         else:
             seconds = truth.seconds()
             network = "unknown" if seconds is None else f"{seconds['network'] * 1e3:.3g}"
             row += [size_text(truth.footprint.peak), "yes" if truth.fits else "no", network]
         rows.append(row)
     estimated = ("mesh", "rules", "bytes", "fits", "compute ms", "network ms")
-    return table((*estimated, "compiled: peak", "fits", "network ms"), rows)
+    return table((*estimated, "compiled: peak", "fits", "network ms"), rows) + "".join(refusals)
 
 
 def ranking_as_json(
-    ranked: Sequence[Candidate], truths: Sequence[Plan | None], chip: Accelerator
+    ranked: Sequence[Candidate], truths: Sequence[Plan | UserError | None], chip: Accelerator
 ) -> list[dict[str, Any]]:
     """`ranking` as plain values."""
     return [
@@ -213,7 +220,8 @@ def ranking_as_json(
                 "compute_seconds": candidate.compute,
                 "network_seconds": candidate.network,
             },
-            "plan": None if truth is None else as_json(truth),
+            "plan": as_json(truth) if isinstance(truth, Plan) else None,
+            "refused": str(truth) if isinstance(truth, UserError) else None,
         }
         for candidate, truth in zip(ranked, truths, strict=True)
     ]
